@@ -54,6 +54,11 @@ class ObjectStore(Protocol):
         """Address of the prefix, without credentials, for people and error messages."""
         ...
 
+    @property
+    def conditional_create(self) -> bool:
+        """Whether ``create`` is exclusive between writers. False means one writer only."""
+        ...
+
     def create(self, key: str, body: Buffer) -> None:
         """Store ``body`` under a key that has no object yet; atomic and durable on return.
 
@@ -66,9 +71,9 @@ class ObjectStore(Protocol):
     def read(self, key: str, at: ByteRange | None = None) -> bytes | memoryview:
         """The object's bytes, or those of a range that must lie inside it.
 
-        Exactly the asked number of bytes comes back; a short body is ``StoreUnavailable``, a
-        range that the object does not hold is ``ObjectDamaged``-worthy and raised as
-        ``StoreError`` with ``retryable`` false. Raises ``ObjectNotFound``.
+        Exactly the asked number of bytes comes back: a body that ends early is
+        ``StoreUnavailable``; a range that the object does not hold is a ``StoreError`` with
+        ``retryable`` false and the object's real ``size_bytes``. Raises ``ObjectNotFound``.
         """
         ...
 
@@ -79,7 +84,8 @@ class ObjectStore(Protocol):
     def scan(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object whose key begins with ``prefix`` + ``/`` (all of them for ``""``), in key
         order, never from a cache. Objects created before the call are all seen. An absent
-        prefix yields nothing; an absent bucket raises ``BucketNotFound``.
+        prefix yields nothing; an absent bucket raises ``BucketNotFound``. The listing is complete
+        before the first line is handed out, so errors come from the call and not from the loop.
         """
         ...
 

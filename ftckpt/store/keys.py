@@ -1,0 +1,60 @@
+"""Which strings may be keys or prefixes, and how a body is looked at. No I/O.
+
+Keys come from ``layout``, but also out of records that anyone may have written into the store, so
+every store checks them: nothing may leave the run's prefix.
+"""
+
+from __future__ import annotations
+
+from ftckpt.errors import StoreError
+from ftckpt.store.api import Buffer
+
+MAX_KEY_BYTES = 800
+"""S3 allows 1024 with the prefix."""
+
+MAX_PART_BYTES = 200
+"""File systems allow 255; a temporary file's name must fit too."""
+
+
+def check_key(key: str, *, op: str, uri: str) -> None:
+    """Raise ``StoreError`` unless ``key`` names an object below the prefix."""
+    if (problem := _problem(key)) is not None:
+        raise StoreError(
+            f"{op} {key!r} in {uri}: not a key, because {problem}\n  nothing was read or written",
+            op=op,
+            key=key,
+            uri=uri,
+        )
+
+
+def check_prefix(prefix: str, *, uri: str) -> None:
+    """As ``check_key``; ``""`` is the whole store."""
+    if prefix:
+        check_key(prefix, op="scan", uri=uri)
+
+
+def view(body: Buffer) -> memoryview:
+    """The body as a flat view of bytes. No copy."""
+    return memoryview(body).cast("B")
+
+
+def is_below(key: str, prefix: str) -> bool:
+    """Whether a scan of ``prefix`` shows ``key``."""
+    return not prefix or key.startswith(f"{prefix}/")
+
+
+def _problem(key: str) -> str | None:
+    if not key:
+        return "it is empty"
+    if len(key.encode("utf-8", "surrogateescape")) > MAX_KEY_BYTES:
+        return f"it is longer than {MAX_KEY_BYTES} bytes"
+    if "\\" in key or not key.isprintable():
+        return "it holds a backslash or a character that cannot be printed"
+    for part in key.split("/"):
+        if not part:
+            return "a part of it is empty"
+        if part.startswith("."):
+            return f"its part {part!r} begins with a dot"
+        if len(part.encode("utf-8", "surrogateescape")) > MAX_PART_BYTES:
+            return f"a part of it is longer than {MAX_PART_BYTES} bytes"
+    return None

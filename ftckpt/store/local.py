@@ -1,0 +1,347 @@
+"""A folder as a store: create-only files that are durable when ``create`` returns.
+
+A body is written to a temporary file beside its final place, synced, and linked to the final name.
+``link`` fails when the name exists, also for two racing processes, so exactly one creator wins and
+a reader never sees half an object. Rejected: ``O_EXCL`` on the final name (readers see it grow),
+``rename`` (the last one wins), fsspec's local file system (58 of 200 races had several winners).
+
+A temporary file is locked while its writer lives. The kernel drops the lock when the process
+dies, so a leftover is told from a live writer's file without clocks or process ids: whoever can
+take the lock may remove the file.
+
+Knows files; knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ftckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    ObjectNotFound,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+    UnsafeStore,
+)
+from ftckpt.store.api import Buffer, ByteRange, ObjectInfo
+from ftckpt.store.keys import check_key, check_prefix, view
+
+TEMPORARY_PREFIX = ".ftckpt-tmp-"
+"""No key may begin a part with a dot, so no scan or read can meet one of these."""
+
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
+_NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+
+
+class LocalStore:
+    """Objects as files below ``root``.
+
+    The folder is made by the first ``create`` (with its parents); before that it reads as empty.
+    The first ``create`` also removes what killed writers left behind.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root).absolute()
+        self._swept = False
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self._root)!r})"
+
+    @property
+    def uri(self) -> str:
+        return f"file://{self._root}"
+
+    @property
+    def conditional_create(self) -> bool:
+        return True
+
+    def create(self, key: str, body: Buffer) -> None:
+        path = self._path(key, "create")
+        with self._errors("create", key):
+            if not self._swept:
+                self._swept = True
+                self.sweep()
+            try:
+                if os.path.lexists(path):  # spares writing a large body only to lose; ``link`` decides
+                    raise FileExistsError(errno.EEXIST, "exists", str(path))
+                while not self._write_and_link(path, view(body)):
+                    pass
+            except FileExistsError:
+                if path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, "there is a folder of that name") from None
+                self._sync_folders(path.parent, ())  # what the loser acts upon is durable, too
+                raise
+
+    def read(self, key: str, at: ByteRange | None = None) -> bytes | memoryview:
+        path = self._path(key, "read")
+        with self._errors("read", key), _opened(path) as fd:
+            size_bytes = _file_size(os.fstat(fd))
+            if at is None:
+                at_start, wanted_bytes = 0, size_bytes
+            elif at.end <= size_bytes:
+                at_start, wanted_bytes = at.start, at.size
+            else:
+                raise StoreError(
+                    f"read {key} in {self.uri}: bytes {at.start} to {at.end} were asked for, "
+                    f"but the object has {size_bytes}",
+                    op="read",
+                    key=key,
+                    uri=self.uri,
+                    size_bytes=size_bytes,
+                )
+            body = _pread(fd, at_start, wanted_bytes)
+            if len(body) != wanted_bytes:
+                raise StoreUnavailable(
+                    f"read {key} in {self.uri}: {len(body)} of {wanted_bytes} bytes came; "
+                    "the file shrank while it was read",
+                    op="read",
+                    key=key,
+                    uri=self.uri,
+                )
+            return body
+
+    def size(self, key: str) -> int:
+        path = self._path(key, "size")
+        with self._errors("size", key):
+            return _file_size(path.stat())
+
+    def scan(self, prefix: str) -> Iterator[ObjectInfo]:
+        check_prefix(prefix, uri=self.uri)
+        top = self._root.joinpath(*prefix.split("/")) if prefix else self._root
+        with self._errors("scan", prefix):
+            if self._root.exists() and not self._root.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(self._root))
+            found = [
+                ObjectInfo(path.relative_to(self._root).as_posix(), size_bytes)
+                for path, size_bytes in _files_below(top)
+                if not path.name.startswith(".")
+            ]
+        return iter(sorted(found, key=lambda info: info.key))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects, and the folders that this leaves empty.
+
+        The removal itself is not synced: an object that comes back after a power failure is
+        deleted again by the next collector, who also lists what nobody references.
+        """
+        for key in keys:
+            path = self._path(key, "delete")
+            with self._errors("delete", key):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    path.unlink()
+                self._prune(path.parent)
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def sweep(self) -> int:
+        """Remove the temporary files of writers that no longer live; returns how many.
+
+        Never touches one whose writer lives, in this process or another.
+        """
+        stale = [path for path, _ in _files_below(self._root) if path.name.startswith(TEMPORARY_PREFIX)]
+        return sum(_remove_if_abandoned(path) for path in stale)
+
+    def _path(self, key: str, op: str) -> Path:
+        check_key(key, op=op, uri=self.uri)
+        return self._root.joinpath(*key.split("/"))
+
+    def _write_and_link(self, path: Path, body: memoryview) -> bool:
+        """False when another process took the folder or the temporary file away: do it again."""
+        made = _make_folders(path.parent)
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            return False  # a collector pruned the empty folder
+        try:
+            if not _lock(fd):
+                return False  # a sweeper holds it and is about to remove it
+            _write_all(fd, body)
+            os.fsync(fd)
+            try:
+                os.link(temporary, path)
+            except FileNotFoundError:
+                return False  # a sweeper came between open and flock
+            except OSError as error:
+                if error.errno in _NO_HARD_LINKS:
+                    raise UnsafeStore(
+                        f"{self.uri}: this file system has no hard links ({error.strerror}), so creates "
+                        "cannot be exclusive\n  nothing was written; choose another folder or a bucket",
+                        op="create",
+                        uri=self.uri,
+                    ) from error
+                raise
+        finally:
+            temporary.unlink(missing_ok=True)
+            os.close(fd)
+        self._sync_folders(path.parent, made)
+        return True
+
+    def _sync_folders(self, folder: Path, made: Sequence[Path]) -> None:
+        """Make the new name durable, and every folder on the way to it.
+
+        All of them each time, not only those made here: another process may have made a folder
+        and not have synced it yet. Syncing what is clean costs next to nothing.
+        """
+        while True:
+            _sync_folder(folder)
+            if folder == self._root:
+                break
+            folder = folder.parent
+        for above in {path.parent for path in made}:
+            if not above.is_relative_to(self._root):
+                _sync_folder(above)
+
+    def _prune(self, folder: Path) -> None:
+        while folder != self._root:
+            try:
+                folder.rmdir()
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY):
+                    return
+                if error.errno != errno.ENOENT:
+                    raise
+            folder = folder.parent
+
+    @contextlib.contextmanager
+    def _errors(self, op: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            raise _translated(error, op, key, self.uri) from error
+
+
+def _translated(error: OSError, op: str, key: str, uri: str) -> StoreError:
+    what = f"{op} {key or 'everything'} in {uri}"
+    facts = {"op": op, "key": key, "uri": uri}
+    match error.errno:
+        case errno.EEXIST if op == "create":
+            return AlreadyExists(f"{what}: an object of that name exists and was left alone", **facts)
+        case errno.ENOENT:
+            return ObjectNotFound(f"{what}: there is no such object", **facts)
+        case errno.ENOTDIR if op in ("read", "size"):
+            return ObjectNotFound(f"{what}: there is no such object", **facts)
+        case errno.ENOSPC | errno.EDQUOT:
+            return StoreFull(
+                f"{what}: {error.strerror}\n  nothing became visible and the part written was removed; "
+                "free some space (`ftckpt gc`) or choose another place",
+                **facts,
+            )
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return AccessDenied(
+                f"{what}: {error.strerror}\n  nothing was changed; check who owns the folder and "
+                "whether it is mounted read-only",
+                **facts,
+            )
+        case errno.ETIMEDOUT:
+            return StoreTimeout(f"{what}: {error.strerror}", **facts)
+        case errno.ESTALE | errno.EAGAIN | errno.EBUSY | errno.ENOTCONN | errno.EREMOTEIO:
+            return StoreUnavailable(f"{what}: {error.strerror}", **facts)
+        case _:
+            return StoreError(f"{what}: {error.strerror or error}", **facts)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _file_size(found: os.stat_result) -> int:
+    if not stat.S_ISREG(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "not a file")
+    return found.st_size
+
+
+def _pread(fd: int, start: int, wanted_bytes: int) -> bytes:
+    """Usually one call; the kernel hands out at most 2 GiB at a time."""
+    parts: list[bytes] = []
+    while wanted_bytes and (part := os.pread(fd, wanted_bytes, start)):
+        parts.append(part)
+        start += len(part)
+        wanted_bytes -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _write_all(fd: int, body: memoryview) -> None:
+    while body:
+        body = body[os.write(fd, body) :]
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Those of the folder and its parents that this call made."""
+    missing: list[Path] = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    made: list[Path] = []
+    for path in reversed(missing):
+        with contextlib.suppress(FileNotFoundError):  # a collector pruned its parent; noticed at open
+            try:
+                path.mkdir()
+            except FileExistsError:
+                if path.exists() and not path.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(path)) from None
+            else:
+                made.append(path)
+    return made
+
+
+def _sync_folder(folder: Path) -> None:
+    """A folder that is gone was pruned after the object in it had been deleted again."""
+    with contextlib.suppress(FileNotFoundError), _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        os.fsync(fd)
+
+
+def _files_below(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Path and size of every file; what vanishes meanwhile is left out, an absent folder is empty."""
+    try:
+        with os.scandir(folder) as listing:
+            entries = list(listing)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_below(folder / entry.name)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                yield folder / entry.name, entry.stat().st_size
+
+
+def _lock(fd: int) -> bool:
+    """False when somebody else holds it. Where files cannot be locked nothing is ever swept."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _remove_if_abandoned(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), _opened(path) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False  # its writer lives, or nobody can tell
+        path.unlink()
+        return True
+    return False
