@@ -1,0 +1,390 @@
+"""The durable schema, format 1: every record that ftckpt writes, and how its bytes are sealed.
+
+Small records are JSON, fragments are msgpack; both are msgspec structs, so decoding validates.
+Unknown fields are ignored; a change of meaning is a new major format. Every record ends with a line
+that holds the digest of all bytes before it, so a record proves its own bytes.
+
+Digests are xxh3-128 (32 hex digits in JSON, 16 bytes in msgpack): they find damage, not malice.
+Spans and boxes count elements; sizes and offsets in packs count bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import xxhash
+
+from ftckpt.boxes import Box
+from ftckpt.errors import RecordCorrupt, UnknownFormat
+from ftckpt.leaf import ITEMSIZE_BYTES, Kind, LeafSpec
+
+FORMAT = 1
+SCALE = 1 << 32
+"""Fractions of a leaf's first dimension are stored as integers of this many parts."""
+
+MAX_RECORD_BYTES = 1 << 30
+MAX_CHUNK_BYTES = 1 << 30
+MAX_NDIM = 64
+_MARK = b"\nxxh3-128:"
+_TRAILER_BYTES = len(_MARK) + 32 + 1
+
+Guarantee = Literal["E1", "E2", "E3", "E4"]
+PinKind = Literal["start", "tip", "agent", "reader"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """A step of an attempt: what one save fills. Ordered by step, then attempt."""
+
+    step: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} of attempt {self.attempt}"
+
+
+class Ref(msgspec.Struct, frozen=True):
+    """A commit, and the digest of its record."""
+
+    step: int
+    attempt: int
+    digest: str
+
+    @property
+    def at(self) -> Position:
+        return Position(self.step, self.attempt)
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """``run.json``: this prefix holds a run, in this format. Written once."""
+
+    format: int
+    run: str
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """``attempts/<n>``: someone means to begin attempt n. Whoever's nonce is in it has it."""
+
+    attempt: int
+    nonce: str
+    host: str
+    pid: int
+    command: tuple[str, ...]
+    cwd: str
+    groups: int
+    nproc: int
+    settings: dict[str, str] = {}
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """``starts/<n>``: attempt n begins, from ``parent`` (``None``: from nothing).
+
+    ``log_end`` is the last step of the parent lineage's rollout log that is to be replayed.
+    """
+
+    attempt: int
+    nonce: str
+    parent: Ref | None
+    log_end: int | None = None
+    groups: int
+    nproc: int
+    versions: dict[str, str] = {}
+
+
+class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Elements ``start`` up to ``stop`` of one box, row-major, and where their bytes are.
+
+    ``raw`` and ``stored`` are digests of the bytes before and after the codec. ``bases`` is empty
+    but for delta codecs: the digests of the raw chunks that it builds on, nearest first.
+    """
+
+    start: int
+    stop: int
+    raw: bytes
+    stored: bytes
+    codec: int
+    pack: int
+    offset: int
+    size: int
+    bases: tuple[bytes, ...] = ()
+
+
+class BoxRecord(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a leaf that its writer held, and those of its chunks that it vouches for."""
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    chunks: tuple[ChunkRecord, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.extent)
+
+
+class LeafRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A leaf, as one writer saw it."""
+
+    name: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    owner: str
+    boxes: tuple[BoxRecord, ...]
+
+    @property
+    def spec(self) -> LeafSpec:
+        return LeafSpec(self.name, self.kind, self.dtype, self.shape, self.owner)
+
+
+class PackRef(msgspec.Struct, frozen=True, array_like=True):
+    """A pack's key and its size in bytes."""
+
+    key: str
+    size: int
+
+
+class ReplicaDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Digest of all bytes of a replicated leaf's box, as this writer holds them."""
+
+    leaf: str
+    offset: tuple[int, ...]
+    digest: bytes
+
+
+class Fragment(msgspec.Struct, frozen=True, kw_only=True):
+    """``fragments/<n>/<step>/<writer>``: what one writer wrote, or that it could not.
+
+    ``members`` is the digest of the sorted incarnations of all groups in the quorum; ``writers`` is
+    how many fragments the whole quorum writes. ``packs`` names every pack that any chunk here lies
+    in, reused ones included. A fragment with a ``failure`` holds nothing else.
+    """
+
+    format: int
+    attempt: int
+    step: int
+    writer: str
+    quorum: int
+    members: str
+    parent: Ref | None
+    failure: str = ""
+    packs: tuple[PackRef, ...] = ()
+    leaves: tuple[LeafRecord, ...] = ()
+    replicas: tuple[ReplicaDigest, ...] = ()
+    guarantee: Guarantee = "E4"
+    why: tuple[str, ...] = ()
+
+
+class LeafRange(msgspec.Struct, frozen=True, array_like=True):
+    """Leaves ``first`` to ``last`` by name; of each, at most the part ``low`` to ``high`` (in
+    1/2**32) of its first dimension. A reader skips fragments whose ranges cannot hold what it wants.
+    """
+
+    first: str
+    last: str
+    low: int
+    high: int
+
+
+class FragmentRef(msgspec.Struct, frozen=True, array_like=True):
+    """A fragment by key, with the size and digest of its record, and what it may hold."""
+
+    key: str
+    size: int
+    digest: str
+    ranges: tuple[LeafRange, ...]
+
+
+class ComponentSummary(msgspec.Struct, frozen=True, array_like=True):
+    """For people: how many leaves and raw bytes a component has, and how many of them were reused."""
+
+    leaves: int
+    raw_bytes: int
+    stored_bytes: int
+    reused_bytes: int
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """``commits/<step>-<n>``: the step is readable; or, with ``aborted`` set, it never will be.
+
+    Its bytes hold no clock and no committer. ``state`` is the digest of the content, whoever wrote
+    which part of it: two commits of one step with equal ``state`` are the same step.
+    """
+
+    format: int
+    attempt: int
+    step: int
+    aborted: str = ""
+    parent: Ref | None = None
+    state: str = ""
+    fragments: tuple[FragmentRef, ...] = ()
+    quorums: tuple[int, ...] = ()
+    components: dict[str, ComponentSummary] = {}
+    guarantee: Guarantee = "E4"
+    why: tuple[str, ...] = ()
+
+    @property
+    def at(self) -> Position:
+        return Position(self.step, self.attempt)
+
+
+class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
+    """``collected/<step>-<n>``: the commit is no longer readable."""
+
+    step: int
+    attempt: int
+    intent: str
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """``pins/<id>``: do not collect this commit. ``kind`` start, tip and agent pins do not expire."""
+
+    pin: str
+    step: int
+    attempt: int
+    kind: PinKind
+    holder: str
+    by_attempt: int = 0
+
+
+class Intent(msgspec.Struct, frozen=True, kw_only=True):
+    """``gc/<id>``: what a collector is about to delete."""
+
+    intent: str
+    victims: tuple[tuple[int, int], ...]
+
+
+Record = RunRecord | Claim | Start | Fragment | Commit | Tombstone | Pin | Intent
+R = TypeVar("R", RunRecord, Claim, Start, Fragment, Commit, Tombstone, Pin, Intent)
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """xxh3-128 in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def encode(record: Record) -> bytes:
+    """The record's bytes, sealed. The same record gives the same bytes."""
+    body = (
+        msgspec.msgpack.encode(record)
+        if isinstance(record, Fragment)
+        else msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=0)
+    )
+    return body + _MARK + digest_of(body).encode() + b"\n"
+
+
+def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
+    """The record in ``data``, which was read from ``key``.
+
+    Raises:
+        RecordCorrupt: the digest does not match, the bytes do not decode, or a value is out of bounds.
+        UnknownFormat: a newer major format.
+    """
+    data = bytes(data)
+    body, trailer = data[:-_TRAILER_BYTES], data[-_TRAILER_BYTES:]
+    if not trailer.startswith(_MARK) or len(data) > MAX_RECORD_BYTES:
+        raise RecordCorrupt(
+            f"RecordCorrupt: {key} does not end with its digest ({len(data)} bytes)\n"
+            "  it is cut, extended, or not a record of ftckpt",
+            key=key,
+        )
+    found = digest_of(body)
+    if trailer != _MARK + found.encode() + b"\n":
+        raise RecordCorrupt(
+            f"RecordCorrupt: {key} does not match its own digest\n"
+            f"  its bytes give xxh3-128 {found}; it states {trailer[len(_MARK) : -1].decode(errors='replace')}",
+            key=key,
+            found=found,
+        )
+    try:
+        coder: Any = msgspec.msgpack if kind is Fragment else msgspec.json
+        version = coder.decode(body, type=_Version).format
+        if version != FORMAT:
+            raise UnknownFormat(
+                f"UnknownFormat: {key} is format {version}; this ftckpt reads format {FORMAT}\n"
+                "  nothing was changed; read it with a newer ftckpt",
+                key=key,
+                found=version,
+            )
+        record = coder.decode(body, type=kind)
+        if isinstance(record, Fragment):
+            _check_fragment(record, key)
+        return record  # type: ignore[no-any-return]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordCorrupt(f"RecordCorrupt: {key} does not decode\n  {error}", key=key) from error
+
+
+class _Version(msgspec.Struct):
+    format: int = FORMAT
+
+
+def _check_fragment(fragment: Fragment, key: str) -> None:
+    """Bounds that types do not state: no length or offset is trusted further down."""
+
+    def bad(what: str) -> RecordCorrupt:
+        return RecordCorrupt(f"RecordCorrupt: {key} {what}", key=key)
+
+    for pack in fragment.packs:
+        parts = pack.key.split("/")
+        if pack.size < 0 or parts[0] != "packs" or any(part in {"", ".", ".."} for part in parts):
+            raise bad(f"names a pack that cannot be: {pack.key!r}, {pack.size} bytes")
+    for leaf in fragment.leaves:
+        shape = leaf.shape
+        if leaf.dtype not in ITEMSIZE_BYTES or len(shape) > MAX_NDIM or any(n < 0 for n in shape):
+            raise bad(f"gives {leaf.name!r} dtype {leaf.dtype!r} and shape {shape}")
+        itemsize = ITEMSIZE_BYTES[leaf.dtype]
+        for record in leaf.boxes:
+            flat = (*record.offset, *record.extent)
+            if len(record.offset) != len(record.extent) or any(n < 0 for n in flat):
+                raise bad(f"gives {leaf.name!r} a box that cannot be: {record.offset} {record.extent}")
+            box = record.box
+            if not box.inside(shape):
+                raise bad(f"gives {leaf.name!r} of shape {shape} a box outside of it: {box}")
+            for chunk in record.chunks:
+                if not (
+                    0 <= chunk.start < chunk.stop <= box.numel
+                    and (chunk.stop - chunk.start) * itemsize <= MAX_CHUNK_BYTES
+                    and 0 <= chunk.pack < len(fragment.packs)
+                    and chunk.offset >= 0
+                    and chunk.size > 0
+                    and chunk.offset + chunk.size <= fragment.packs[chunk.pack].size
+                    and len(chunk.raw) == len(chunk.stored) == 16
+                ):
+                    raise bad(f"gives {leaf.name!r} a chunk that cannot be: {chunk}")
+
+
+def fraction(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The part of the first dimension that a box covers, in 1/``SCALE``, rounded outwards."""
+    if not shape or not shape[0]:
+        return 0, SCALE
+    low, high = box.offset[0], box.offset[0] + box.extent[0]
+    return low * SCALE // shape[0], -(-high * SCALE // shape[0])
+
+
+def leaf_range(leaves: tuple[LeafRecord, ...]) -> tuple[LeafRange, ...]:
+    """What a fragment holds, in as few ranges as say something: one per run of leaves that share
+    a fraction, at most ``64``; beyond that one range over all.
+    """
+    ranges: list[LeafRange] = []
+    for leaf in leaves:
+        parts = [fraction(record.box, leaf.shape) for record in leaf.boxes]
+        low = min((a for a, _ in parts), default=0)
+        high = max((b for _, b in parts), default=SCALE)
+        last = ranges[-1] if ranges else None
+        if last is not None and abs(last.low - low) <= SCALE >> 10 and abs(last.high - high) <= SCALE >> 10:
+            ranges[-1] = LeafRange(last.first, leaf.name, min(last.low, low), max(last.high, high))
+        else:
+            ranges.append(LeafRange(leaf.name, leaf.name, low, high))
+    if len(ranges) > 64:
+        return (
+            LeafRange(
+                ranges[0].first, ranges[-1].last, min(r.low for r in ranges), max(r.high for r in ranges)
+            ),
+        )
+    return tuple(ranges)
+
+
+def may_hold(ranges: tuple[LeafRange, ...], leaf: str, low: int = 0, high: int = SCALE) -> bool:
+    """Whether a fragment with these ranges can hold any of that part of a leaf."""
+    return any(r.first <= leaf <= r.last and r.low < high and low < r.high for r in ranges)

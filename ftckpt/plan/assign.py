@@ -1,0 +1,94 @@
+"""Who writes what: a function of names, boxes and topology that every rank computes alone.
+
+A part of a leaf that several ranks hold is cut into chunks and the chunks are shared out over the
+holders. All parts with the same holders form one line, in name order; holder i of k writes what
+starts in the i-th k-th of the line's bytes. Nothing is gathered; a rank's cost is that of its own
+holdings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ftckpt.boxes import Box
+from ftckpt.leaf import Holding
+
+DEFAULT_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands: group ``index`` among ``participants`` groups, ``rank`` inside it."""
+
+    index: int
+    participants: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.index < self.participants and self.rank >= 0, self
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTask:
+    """Write elements ``start`` to ``stop`` of holding number ``holding``. An empty task (start ==
+    stop) only records that the leaf, or this part of it, exists.
+    """
+
+    holding: int
+    start: int
+    stop: int
+
+
+def chunk_spans(numel: int, itemsize_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a box of ``numel`` elements into spans of at most ``chunk_bytes``, a whole element at least."""
+    step = max(1, chunk_bytes // itemsize_bytes)
+    for start in range(0, numel, step):
+        yield start, min(start + step, numel)
+
+
+def plan_save(
+    holdings: Sequence[Holding], place: Place, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+) -> tuple[ChunkTask, ...]:
+    """What this rank writes, in the order of ``holdings`` (which every rank sorts by name).
+
+    Over all ranks, every element of every leaf is in exactly one task.
+    """
+    lines: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+    for number, holding in enumerate(holdings):
+        lines.setdefault((holding.ranks, holding.every_group), []).append(number)
+    tasks = []
+    for (ranks, every_group), numbers in lines.items():
+        groups = place.participants if every_group else 1
+        holders = groups * len(ranks)
+        me = (place.index if every_group else 0) * len(ranks) + ranks.index(place.rank)
+        total_bytes = sum(holdings[number].size_bytes for number in numbers)
+        done_bytes = 0
+        for number in numbers:
+            holding = holdings[number]
+            itemsize = holding.leaf.itemsize_bytes
+            if not holding.box.numel:
+                if me == 0 and _is_empty(holding):
+                    tasks.append(ChunkTask(number, 0, 0))
+                continue
+            for start, stop in chunk_spans(holding.box.numel, itemsize, chunk_bytes):
+                if (done_bytes + start * itemsize) * holders // total_bytes == me:
+                    tasks.append(ChunkTask(number, start, stop))
+            done_bytes += holding.size_bytes
+    return tuple(sorted(tasks, key=lambda task: (task.holding, task.start)))
+
+
+def _is_empty(holding: Holding) -> bool:
+    """Whether the whole leaf has no elements (not just this rank's part)."""
+    return 0 in holding.leaf.shape
+
+
+def covers(shape: tuple[int, ...], spans: Sequence[tuple[Box, int, int]]) -> bool:
+    """Whether spans of boxes hold as many distinct elements as a tensor of that shape has.
+
+    Equal spans count once (a slow owner and whoever took over may both have written one).
+    """
+    numel = 1
+    for extent in shape:
+        numel *= extent
+    return sum(stop - start for _, start, stop in set(spans)) == numel
