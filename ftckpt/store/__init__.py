@@ -1,0 +1,22 @@
+"""Bytes under keys: the contract (``api``), the stores, and the wrappers around them."""
+
+from __future__ import annotations
+
+from ftckpt.store.api import Buffer, ByteRange, ObjectInfo, ObjectStore
+from ftckpt.store.limit import LimitStore
+from ftckpt.store.local import LocalStore
+from ftckpt.store.opening import open_store
+from ftckpt.store.probe import probe
+from ftckpt.store.retry import RetryStore
+
+__all__ = [
+    "Buffer",
+    "ByteRange",
+    "LimitStore",
+    "LocalStore",
+    "ObjectInfo",
+    "ObjectStore",
+    "RetryStore",
+    "open_store",
+    "probe",
+]

@@ -1,0 +1,152 @@
+"""From an address to a store: which kind, with which settings, wrapped in retry and limit.
+
+The only place that reads the ``AWS_*`` variables, and only when a store is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Mapping
+from urllib.parse import unquote, urlsplit
+
+from ftckpt.clock import Clock, SystemClock
+from ftckpt.errors import SettingsError, UnsafeStore
+from ftckpt.events import Events, silent
+from ftckpt.store.api import ObjectStore
+from ftckpt.store.limit import LimitStore
+from ftckpt.store.local import LocalStore
+from ftckpt.store.retry import RetryStore
+from ftckpt.store.settings import HttpSettings, number, s3_settings
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+_OURS = ("max_calls", "timeout_s", "connect_timeout_s")
+
+
+def open_store(
+    uri: str | os.PathLike[str],
+    *,
+    options: Mapping[str, object] | None = None,
+    allow_unconditional: bool = False,
+    retry_deadline_s: float = 60.0,
+    events: Events = silent,
+    clock: Clock | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ObjectStore:
+    """The store at an address. No I/O: a wrong bucket or key shows at the first call.
+
+    * a path or ``file:///path``: a local folder
+    * ``memory://name``: in this process, one per name
+    * ``s3://bucket/prefix``, ``gs://…``, ``az://…``: buckets, through obstore
+    * ``fsspec+s3://bucket/prefix``: S3 through s3fs
+    * any other scheme, or ``fsspec+scheme://…``: through fsspec, refused unless
+      ``allow_unconditional``, because creates are not exclusive there: one writer only
+
+    ``options`` win over the ``AWS_*`` variables and may also hold ``max_calls`` (calls at once, 32),
+    ``timeout_s`` (one request with its body, 60) and ``connect_timeout_s`` (5).
+
+    Raises ``SettingsError`` for an address or option that means nothing, ``UnsafeStore`` as above.
+    """
+    options = dict(options or {})
+    deadline_s = number(
+        {"retry_deadline_s": retry_deadline_s}, "retry_deadline_s", 60.0, low=0.001, high=86400
+    )
+    max_calls = int(number(options, "max_calls", 32, low=1, high=1024, whole=True))
+    http = HttpSettings(
+        timeout_s=number(options, "timeout_s", 60.0, low=0.001, high=3600),
+        connect_timeout_s=number(options, "connect_timeout_s", 5.0, low=0.001, high=600),
+    )
+    rest = {name: value for name, value in options.items() if name not in _OURS}
+    inner = _bare(os.fspath(uri), rest, http, os.environ if environ is None else environ)
+    if not inner.conditional_create and not allow_unconditional:
+        raise UnsafeStore(
+            f"{inner.uri}: creates are not exclusive there, so two writers could both believe they committed\n"
+            "  nothing was written; choose a path, s3://, gs:// or az://, or pass allow_unconditional=True "
+            "and make sure that there is exactly one writer",
+            uri=inner.uri,
+        )
+    return RetryStore(
+        LimitStore(inner, max_calls=max_calls),
+        deadline_s=deadline_s,
+        clock=clock or SystemClock(),
+        events=events,
+        rng=random.Random(),
+    )
+
+
+def _bare(
+    uri: str, options: dict[str, object], http: HttpSettings, environ: Mapping[str, str]
+) -> ObjectStore:
+    if not uri.strip():
+        raise SettingsError("the address of the run is empty", uri=uri)
+    if (found := _SCHEME.match(uri)) is None:
+        _no_options(options, "a folder")
+        return LocalStore(uri)
+    scheme, rest = found.group(1).lower(), uri[found.end() :]
+    if scheme == "file":
+        _no_options(options, "a folder")
+        host, slash, path = rest.partition("/")
+        if host not in ("", "localhost") or not slash:
+            raise SettingsError(f"{uri}: a file address has three slashes, as in file:///data/run", uri=uri)
+        return LocalStore(unquote(f"/{path}"))
+    if scheme == "memory":
+        _no_options(options, "memory")
+        from ftckpt.store import objectstore
+
+        return objectstore.memory(rest.strip("/"))
+
+    _no_credentials_in(uri, scheme)
+    if scheme in ("s3", "gs", "az", "fsspec+s3"):
+        return _bucket(scheme, uri, rest, options, http, environ)
+    from ftckpt.store import fsspec
+
+    return fsspec.other(scheme.removeprefix("fsspec+"), rest, options)
+
+
+def _bucket(
+    scheme: str,
+    uri: str,
+    rest: str,
+    options: dict[str, object],
+    http: HttpSettings,
+    environ: Mapping[str, str],
+) -> ObjectStore:
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    if not bucket:
+        raise SettingsError(f"{uri}: the address names no bucket", uri=uri)
+    if "?" in rest or "#" in rest:
+        raise SettingsError(f"{scheme}://{bucket}: an address has no ? or #; settings go into store_options")
+    if "//" in prefix or any(part in (".", "..") for part in prefix.split("/")):
+        raise SettingsError(f"{uri}: a part of the address is empty, '.' or '..'", uri=uri)
+    from ftckpt.store import objectstore
+
+    match scheme:
+        case "s3":
+            return objectstore.s3(bucket, prefix, s3_settings(options, environ), http)
+        case "gs":
+            return objectstore.google(bucket, prefix, options, http)
+        case "az":
+            return objectstore.azure(bucket, prefix, options, http)
+        case _:
+            from ftckpt.store import fsspec
+
+            return fsspec.s3fs_store(bucket, prefix, s3_settings(options, environ), http)
+
+
+def _no_options(options: Mapping[str, object], kind: str) -> None:
+    if options:
+        raise SettingsError(f"store option {min(options)!r} has no meaning for {kind}", option=min(options))
+
+
+def _no_credentials_in(uri: str, scheme: str) -> None:
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise SettingsError(f"{scheme}://…: not an address ({error})") from error
+    if parts.password or (parts.username and scheme in ("s3", "gs", "az", "fsspec+s3")):
+        raise SettingsError(
+            f"{scheme}://…@{parts.hostname}: the address holds a user name or password\n"
+            "  addresses are logged; give credentials as store_options or in the environment"
+        )
