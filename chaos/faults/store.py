@@ -40,7 +40,8 @@ When = Literal["before", "after"]
 
 class Crash(BaseException):
     """The process is gone, as far as the code under test can tell. Not an ``Exception``: nothing that
-    handles errors may swallow it."""
+    handles errors may swallow it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
