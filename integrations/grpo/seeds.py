@@ -22,7 +22,8 @@ def derive(run_seed: int, *purpose: str | int) -> int:
 
 def uniforms(seed: int, count: int) -> Tensor:
     """``count`` float64 numbers in [0, 1). Philox's raw words are fixed by its definition, so these
-    numbers do not change with the version of NumPy."""
+    numbers do not change with the version of NumPy.
+    """
     words = np.random.Philox(key=seed).random_raw(count)
     return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 

@@ -18,7 +18,8 @@ from ftckpt.integrations.grpo.seeds import derive, permutation
 
 class Task:
     """A data set by name. ``short`` cuts a question to what follows its last colon, without
-    spaces: ``State the final answer …: 4 - 1 =`` becomes ``4-1=``, which 15 characters can spell."""
+    spaces: ``State the final answer …: 4 - 1 =`` becomes ``4-1=``, which 15 characters can spell.
+    """
 
     def __init__(self, name: str, options: TaskOptions, size: int, seed: int, *, short: bool) -> None:
         import reasoning_gym

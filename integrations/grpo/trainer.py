@@ -38,7 +38,7 @@ from ftckpt.integrations.grpo.model import Critic, load_policy, warm_up
 from ftckpt.integrations.grpo.rollouts import answer_logp, answer_values, columns, pack, roll, unpack
 from ftckpt.integrations.grpo.seeds import seed_everything
 from ftckpt.integrations.grpo.tasks import PromptSampler, Task
-from ftckpt.slots import Alone, SlotGroup, Turn
+from ftckpt.slots import Alone, SlotGroup
 
 FIGURES = ("loss", "kl", "clipped", "value_loss")
 """What a slot reports beside its gradient, in the gradient's last elements."""
@@ -296,9 +296,8 @@ class GRPOTrainer:
                 dist.all_reduce(square, group=self.mesh.get_group())
             norm = float(square.sqrt())
             mine *= min(1.0, self.config.grad_clip / (norm + 1e-6))
-            for parameter, part in zip(
-                parameters, mine.split([_local(p).numel() for p in parameters]), strict=True
-            ):
+            parts = torch.split(mine, [_local(p).numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = _like(parameter, part)
             norms.append(norm)
         return norms[0]
@@ -351,7 +350,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _reshard(model: nn.Module) -> None:
     """Give back what a forward without backward may have left gathered: otherwise the next
-    forward would use weights from before the optimizer step."""
+    forward would use weights from before the optimizer step.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

