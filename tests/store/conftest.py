@@ -1,0 +1,85 @@
+"""Every kind of store as a ``Place``: somewhere that can be opened several times."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ftckpt.chaos.faults.store import FaultyStore
+from ftckpt.clock import SystemClock
+from ftckpt.events import silent
+from ftckpt.store import LimitStore, LocalStore, ObjectStore, RetryStore, open_store
+from ftckpt.store.objectstore import memory
+from tests.store.scripted import ScriptedServer
+
+
+@dataclass(frozen=True)
+class Place:
+    """``open`` gives another instance on the same objects, as another process would have."""
+
+    open: Callable[[], ObjectStore]
+    exclusive: bool = True
+
+
+def _retrying(inner: ObjectStore) -> ObjectStore:
+    return RetryStore(inner, deadline_s=5, clock=SystemClock(), events=silent)
+
+
+@pytest.fixture(params=["local", "memory", "s3", "s3fs", "fsspec", "retry", "limit", "faulty"])
+def place(request, tmp_path) -> Place:
+    name = f"{request.param}-{uuid.uuid4().hex}"
+    match request.param:
+        case "local":
+            return Place(lambda: LocalStore(tmp_path / "runs" / "r1"))
+        case "memory":
+            return Place(lambda: open_store(f"memory://{name}"))
+        case "s3":
+            weed = request.getfixturevalue("weed")
+            return Place(lambda: open_store(weed.uri(f"{name}/r1"), environ=weed.env))
+        case "s3fs":
+            weed = request.getfixturevalue("weed")
+            uri = f"fsspec+{weed.uri(f'{name}/r1')}"
+            return Place(lambda: open_store(uri, environ=weed.env))
+        case "fsspec":
+            uri = f"fsspec+file://{tmp_path}/runs/r1"
+            return Place(lambda: open_store(uri, allow_unconditional=True), exclusive=False)
+        case "retry":
+            return Place(lambda: _retrying(memory(name)))
+        case "limit":
+            return Place(lambda: LimitStore(memory(name), max_calls=4))
+        case _:
+            return Place(lambda: FaultyStore(memory(name)))
+
+
+@pytest.fixture
+def store(place) -> Iterator[ObjectStore]:
+    opened = place.open()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    """Answers S3 requests with whatever a test tells it to."""
+    with ScriptedServer() as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of its own with one MiB of room; read-only after ``remount``."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {os.fsdecode(done.stderr).strip()}")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)
