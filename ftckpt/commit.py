@@ -7,7 +7,7 @@ only in store and clock calls and owns no threads, so that a simulation can run 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -249,11 +249,14 @@ def settle(
     me: Writer,
     mine: Fragment,
     patience: Patience,
+    gone: Callable[[], Collection[str]] = tuple,
 ) -> tuple[Commit, Ref]:
     """Wait until the step is settled, and settle it if that is this writer's turn.
 
     Called by every writer after its fragment (or failure fragment) exists. On return the step's
     commit key is occupied and will not change. Whoever is not the committer only reads that key.
+    ``gone`` names incarnations known to be dead: a share of theirs that is missing will not come, so
+    the step is given up at once.
 
     Raises:
         Diverged: the step was committed without this writer, and with another state.
@@ -272,13 +275,17 @@ def settle(
                 _check_adoption(store, settled[0], me, mine)
                 return settled
             now_s = clock.now_s()
-            if now_s >= turn_s or now_s >= end_s:
+            lost = gone()
+            if now_s >= turn_s or now_s >= end_s or lost:
                 found = gather(store, expected)
                 missing = [writer for writer in expected.writers if writer not in found]
                 if not missing or any(fragment.failure for fragment, _ in found.values()):
                     created = _create(store, build(expected, found))
                     _check_adoption(store, created[0], me, mine)
                     return created
+                dead = [writer for writer in missing if writer.incarnation in lost]
+                if dead:
+                    return abort(store, expected.at, f"{', '.join(map(str, dead[:8]))} died before its share")
                 if now_s >= end_s:
                     names = ", ".join(map(str, missing[:8]))
                     return abort(

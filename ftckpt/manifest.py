@@ -298,7 +298,7 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
             found=found,
         )
     try:
-        coder: Any = msgspec.msgpack if kind is Fragment else msgspec.json
+        coder: Any = msgspec.msgpack if kind in _MSGPACK else msgspec.json
         version = coder.decode(body, type=_Version).format
         if version != FORMAT:
             raise UnknownFormat(
@@ -313,6 +313,9 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
         return record  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RecordCorrupt(f"RecordCorrupt: {key} does not decode\n  {error}", key=key) from error
+
+
+_MSGPACK: tuple[type, ...] = (Fragment,)
 
 
 class _Version(msgspec.Struct):

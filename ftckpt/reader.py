@@ -1,0 +1,279 @@
+"""Reading a commit: fragments, then chunks, each verified before a byte of it goes anywhere.
+
+Knows records, packs and codecs; knows nothing of tensors. Whoever reads hands in a ``place``
+function that receives verified raw bytes. Several threads fetch and decode; memory is bounded by
+the settings, not by the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from threading import Event as Flag
+
+import xxhash
+
+from ftckpt import codec, layout
+from ftckpt.boxes import Box
+from ftckpt.errors import ChunkCorrupt, CorruptError, ObjectDamaged, ObjectNotFound, StoreError
+from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
+from ftckpt.manifest import Commit, Fragment, FragmentRef, Position, decode, digest_of, fraction, may_hold
+from ftckpt.plan.restore import Fetch, Placement, Run, coalesce, index_chunks, plan_restore
+from ftckpt.store.api import Buffer, ByteRange, ObjectStore
+
+Place = Callable[[Placement, memoryview], None]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSettings:
+    """``budget_bytes`` bounds what is fetched and decoded but not yet placed; requests of at most
+    ``run_bytes`` join chunks that lie at most ``gap_bytes`` apart.
+    """
+
+    threads: int = 8
+    budget_bytes: int = 256 << 20
+    run_bytes: int = 16 << 20
+    gap_bytes: int = 64 << 10
+
+
+def read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragment:
+    """One fragment of the commit at ``at``, checked against what the commit says of it.
+
+    Raises:
+        ObjectDamaged: absent, or another size.
+        RecordCorrupt: other bytes than the commit names.
+    """
+    try:
+        body = bytes(store.read(ref.key))
+    except ObjectNotFound as error:
+        raise ObjectDamaged(
+            f"ObjectDamaged: {ref.key}, a fragment of {at}, is absent\n  the step cannot be read without it",
+            key=ref.key,
+            step=at.step,
+        ) from error
+    if len(body) != ref.size or digest_of(body) != ref.digest:
+        raise ObjectDamaged(
+            f"ObjectDamaged: {ref.key}, a fragment of {at}, is not the one that was committed\n"
+            f"  expected {ref.size} bytes, xxh3-128 {ref.digest}; found {len(body)} bytes, {digest_of(body)}",
+            key=ref.key,
+            step=at.step,
+        )
+    return decode(Fragment, body, ref.key)
+
+
+def read_fragments(
+    store: ObjectStore,
+    commit: Commit,
+    wants: Collection[tuple[LeafSpec, Box]] | None = None,
+    threads: int = 8,
+) -> list[Fragment]:
+    """The fragments of a commit; with ``wants``, only those that can hold a part of one."""
+    refs = [ref for ref in commit.fragments if wants is None or _relevant(ref, wants)]
+    with ThreadPoolExecutor(max(1, min(threads, len(refs))), "ftckpt-read") as pool:
+        return list(pool.map(lambda ref: read_fragment(store, ref, commit.at), refs))
+
+
+def _relevant(ref: FragmentRef, wants: Collection[tuple[LeafSpec, Box]]) -> bool:
+    return any(may_hold(ref.ranges, leaf.name, *fraction(box, leaf.shape)) for leaf, box in wants)
+
+
+def leaf_specs(fragments: Iterable[Fragment]) -> dict[str, LeafSpec]:
+    """Every leaf the fragments speak of, by name."""
+    return {leaf.name: leaf.spec for fragment in fragments for leaf in fragment.leaves}
+
+
+def check_packs(store: ObjectStore, packs: Collection[tuple[str, int]], at: Position) -> None:
+    """Every pack exists, at its stated size. One listing per step that wrote any of them.
+
+    Raises:
+        ObjectDamaged: names the first that does not.
+    """
+    found: dict[str, int] = {}
+    for prefix in sorted({key.rpartition("/")[0] for key, _ in packs}):
+        found.update((info.key, info.size_bytes) for info in store.scan(prefix))
+    for key, size in sorted(packs):
+        if found.get(key) != size:
+            state = f"has {found[key]} bytes" if key in found else "is absent"
+            raise ObjectDamaged(
+                f"ObjectDamaged: {key}, needed by {at}, {state}; the record states {size} bytes\n"
+                "  no tensor was touched",
+                key=key,
+                step=at.step,
+            )
+
+
+def check_commit(store: ObjectStore, commit: Commit) -> list[Fragment]:
+    """Everything the commit needs is there: fragments as named, packs at their sizes. Chunks are
+    not read. Returns the fragments; raises ``CorruptError`` for the first thing that is wrong.
+    """
+    fragments = read_fragments(store, commit)
+    packs = {(pack.key, pack.size) for fragment in fragments for pack in fragment.packs}
+    check_packs(store, packs, commit.at)
+    return fragments
+
+
+def fetch(
+    store: ObjectStore,
+    fetches: Sequence[Fetch],
+    place: Place,
+    at: Position,
+    settings: ReadSettings = ReadSettings(),
+    progress: Progress | None = None,
+) -> None:
+    """Fetch, verify, decode and place chunks. Blocks until all are placed.
+
+    ``place`` is called from several threads, for regions that do not overlap. ``progress`` gets
+    (bytes done, bytes in all) now and then.
+
+    Raises:
+        ChunkCorrupt: of the first bad chunk; none of its bytes were placed, others may have been.
+        StoreError: the store failed.
+    """
+    runs = coalesce(fetches, settings.gap_bytes, settings.run_bytes)
+    total = sum(run.end - run.start for run in runs)
+    widest = max((run.end - run.start + max(f.raw_bytes for f in run.fetches) for run in runs), default=1)
+    threads = max(1, min(settings.threads, settings.budget_bytes // widest, len(runs)))
+    stop = Flag()
+    done = 0
+
+    def work(run: Run) -> int:
+        if stop.is_set():
+            return 0
+        try:
+            body = memoryview(store.read(run.pack, ByteRange(run.start, run.end)))
+            for item in run.fetches:
+                offset = item.chunk.offset - run.start
+                raw = verify(item, body[offset : offset + item.chunk.size], at)
+                for placement in item.placements:
+                    place(placement, raw)
+        except BaseException:
+            stop.set()
+            raise
+        return run.end - run.start
+
+    with ThreadPoolExecutor(threads, "ftckpt-read") as pool:
+        pending = {pool.submit(work, run) for run in runs}
+        while pending:
+            finished, pending = wait(pending, timeout=0.5, return_when=FIRST_EXCEPTION)
+            for future in finished:
+                try:
+                    done += future.result()
+                except BaseException:
+                    stop.set()
+                    for other in pending:
+                        other.cancel()
+                    raise
+            if progress is not None:
+                progress(done, total)
+
+
+def verify(item: Fetch, stored: Buffer, at: Position) -> memoryview:
+    """The raw bytes of a chunk, proven against both digests.
+
+    Raises:
+        ChunkCorrupt: naming the leaf, the chunk, the pack and what was found.
+    """
+    chunk = item.chunk
+    found = xxhash.xxh3_128_digest(stored)
+    if found != chunk.stored:
+        zero = ", all zero: often a torn write below the store" if not any(stored) else ""
+        raise _corrupt(item, at, f"stored bytes{zero}", chunk.stored, found)
+    try:
+        raw = codec.decode(stored, chunk.codec, item.raw_bytes)
+    except ChunkCorrupt as error:
+        raise _corrupt(item, at, error.message, chunk.raw, b"") from error
+    found = xxhash.xxh3_128_digest(raw) if chunk.codec != codec.RAW else chunk.stored
+    if found != chunk.raw:
+        raise _corrupt(item, at, "decoded bytes", chunk.raw, found)
+    return memoryview(raw)
+
+
+def _corrupt(item: Fetch, at: Position, what: str, expected: bytes, found: bytes) -> ChunkCorrupt:
+    chunk = item.chunk
+    return ChunkCorrupt(
+        f"ChunkCorrupt: elements {chunk.start} to {chunk.stop} of a part of {item.leaf} ({at}) do not match "
+        f"their checksum\n  {what}: expected xxh3-128 {expected.hex()}, found {found.hex() or 'nothing'}\n"
+        f"  {chunk.size} bytes at offset {chunk.offset} of {item.pack}",
+        leaf=item.leaf,
+        pack=item.pack,
+        offset=chunk.offset,
+        step=at.step,
+    )
+
+
+def read_values(
+    store: ObjectStore, fragments: Sequence[Fragment], at: Position, settings: ReadSettings = ReadSettings()
+) -> dict[str, bytes]:
+    """The packed bytes of every value leaf, by leaf name."""
+    leaves = [leaf for leaf in leaf_specs(fragments).values() if leaf.kind == "value"]
+    buffers = [bytearray(leaf.shape[0] * ITEMSIZE_BYTES[leaf.dtype]) for leaf in leaves]
+    wants = [(leaf, Box((0,), leaf.shape)) for leaf in leaves]
+    fetches = plan_restore(wants, index_chunks(fragments))
+
+    def place(placement: Placement, raw: memoryview) -> None:
+        start, size = placement.region.offset[0], placement.region.extent[0]
+        skip = placement.first_byte + start - placement.piece.offset[0]
+        buffers[placement.want][start : start + size] = raw[skip : skip + size]
+
+    check_packs(store, {(item.pack, item.pack_bytes) for item in fetches}, at)
+    fetch(store, fetches, place, at, settings)
+    return {leaf.name: bytes(buffer) for leaf, buffer in zip(leaves, buffers, strict=True)}
+
+
+def verify_commit(
+    store: ObjectStore,
+    commit: Commit,
+    settings: ReadSettings = ReadSettings(),
+    progress: Progress | None = None,
+) -> list[CorruptError | StoreError]:
+    """Read every chunk of a commit and check it; returns what is wrong (empty: nothing).
+
+    Unlike a restore it goes on after the first bad chunk, so that all damage is named.
+    """
+    problems: list[CorruptError | StoreError] = []
+    fragments = []
+    for ref in commit.fragments:
+        try:
+            fragments.append(read_fragment(store, ref, commit.at))
+        except (CorruptError, StoreError) as error:
+            problems.append(error)
+    fetches = [
+        Fetch(saved.leaf, saved.pack, saved.pack_bytes, saved.chunk, raw_bytes, ())
+        for name, spans in index_chunks(fragments).items()
+        for saved in spans
+        for raw_bytes in [(saved.chunk.stop - saved.chunk.start) * leaf_specs(fragments)[name].itemsize_bytes]
+    ]
+    sizes = {(item.pack, item.pack_bytes) for item in fetches}
+    bad: set[str] = set()
+    for key, size in sorted(sizes):
+        try:
+            check_packs(store, {(key, size)}, commit.at)
+        except (CorruptError, StoreError) as error:
+            problems.append(error)
+            bad.add(key)
+    fetches = sorted((f for f in fetches if f.pack not in bad), key=lambda f: (f.pack, f.chunk.offset))
+    done, total = 0, sum(item.chunk.size for item in fetches)
+    for run in coalesce(fetches, settings.gap_bytes, settings.run_bytes):
+        try:
+            body = memoryview(store.read(run.pack, ByteRange(run.start, run.end)))
+        except StoreError as error:
+            problems.append(error)
+            continue
+        for item in run.fetches:
+            offset = item.chunk.offset - run.start
+            try:
+                verify(item, body[offset : offset + item.chunk.size], commit.at)
+            except CorruptError as error:
+                problems.append(error)
+        done += run.end - run.start
+        if progress is not None:
+            progress(done, total)
+    return problems
+
+
+def fragment_owner(ref: FragmentRef) -> str:
+    """The writer's name of a fragment, for people."""
+    writer = layout.parse_writer(ref.key)
+    return str(writer) if writer else ref.key

@@ -1,0 +1,562 @@
+"""The save engine: one background thread that turns snapshots into commits, one after the other.
+
+``submit`` returns at once. The thread encodes chunks, fills packs, puts them, puts the fragment,
+settles the step, and looks whether this attempt still owns the run; only then is a save
+acknowledged. Two saves never overlap: the next begins when the last is settled. A failed save never
+stops training and is never silent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import xxhash
+
+from ftckpt import codec, layout
+from ftckpt.attempts import check_fence, look
+from ftckpt.clock import Clock, SystemClock
+from ftckpt.codec import Codec
+from ftckpt.commit import Expected, Patience, abort, check_settled, failure, put_fragment, read_commit, settle
+from ftckpt.errors import AlreadyExists, Fenced, FtckptError, SaveFailed
+from ftckpt.events import Event, Events, silent
+from ftckpt.layout import Writer
+from ftckpt.lineage import on_lineage
+from ftckpt.manifest import (
+    FORMAT,
+    BoxRecord,
+    ChunkRecord,
+    Commit,
+    Fragment,
+    Guarantee,
+    LeafRecord,
+    PackRef,
+    Position,
+    Ref,
+    ReplicaDigest,
+)
+from ftckpt.plan.restore import Saved, index_chunks
+from ftckpt.reader import read_fragments
+from ftckpt.snapshot import Snapshot
+from ftckpt.store.api import Buffer, ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSettings:
+    """Bounds of a save. Packs are ``pack_bytes`` each, more for large shares, at most
+    ``max_pack_bytes``; memory beyond the snapshot is about ``packs_in_flight`` + 1 packs.
+    """
+
+    codec: Codec = Codec()
+    pack_bytes: int = 32 << 20
+    max_pack_bytes: int = 128 << 20
+    packs_in_flight: int = 3
+    encode_threads: int = 2
+    patience: Patience = Patience()
+    drop_backlog: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """All that one save needs, taken on the trainer's thread. The parent is filled in by the
+    engine, when the save before it is settled.
+    """
+
+    expected: Expected
+    snapshot: Snapshot | None
+    replicas: tuple[ReplicaDigest, ...] = ()
+    guarantee: Guarantee = "E4"
+    why: tuple[str, ...] = ()
+    trouble: str = ""
+
+
+class SaveHandle:
+    """One save on its way. ``wait`` returns the commit or raises what became of it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._future: Future[Commit] = Future()
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, well or not."""
+        return self._future.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with, once it is done."""
+        return self._future.exception() if self._future.done() else None
+
+    def wait(self, timeout_s: float | None = None) -> Commit:
+        """Block until the step is readable and acknowledged.
+
+        Raises:
+            SaveError: the step did not become readable, and why.
+            Fenced: a newer attempt owns the run.
+            TimeoutError: it has not ended in ``timeout_s``; it goes on.
+        """
+        try:
+            return self._future.result(timeout_s)
+        except TimeoutError:
+            if self._future.done():
+                raise
+            raise TimeoutError(
+                f"the save of step {self.step} has not ended after {timeout_s} s; it goes on in the background"
+            ) from None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the engine knows at a boundary. ``failed_in_row`` counts saves since the last good one."""
+
+    last: Commit | None = None
+    failed_in_row: int = 0
+    errors: list[BaseException] = field(default_factory=list)
+    fenced: Fenced | None = None
+
+
+class SaveEngine:
+    """Owns the background thread. ``submit`` from one thread; ``outcome`` from any."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        me: Writer,
+        *,
+        parent: Ref | None,
+        settings: WriteSettings = WriteSettings(),
+        clock: Clock | None = None,
+        events: Events = silent,
+        on_commit: Callable[[Commit], None] = lambda _commit: None,
+    ) -> None:
+        self._store = store
+        self._me = me
+        self._parent = parent
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        self._events = events
+        self._on_commit = on_commit
+        self._index: Mapping[str, Sequence[Saved]] | None = None
+        self._unsettled: Position | None = None
+        self._await: Position | None = None
+        self._gone: frozenset[str] = frozenset()
+        self._jobs: queue.Queue[tuple[SaveJob, SaveHandle] | None] = queue.Queue()
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._outcome = Outcome()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin working. The thread is no daemon: the process does not end with a save under way
+        unless it is killed.
+        """
+        self._thread = threading.Thread(target=self._run, name="ftckpt-save", daemon=False)
+        self._thread.start()
+
+    @property
+    def pending(self) -> int:
+        """Saves submitted and not ended."""
+        return self._waiting
+
+    def submit(self, job: SaveJob) -> SaveHandle:
+        """Hand over a save; returns at once. With ``drop_backlog`` saves still under way the new one
+        is given up for all participants: training is faster than the store.
+        """
+        handle = SaveHandle(job.expected.at.step)
+        with self._lock:
+            if self._waiting >= self._settings.drop_backlog and job.snapshot is not None:
+                trouble = f"{self._waiting} earlier saves are still being written"
+                job = replace(job, snapshot=None, trouble=trouble)
+            self._waiting += 1
+        self._jobs.put((job, handle))
+        return handle
+
+    def lose(self, incarnations: frozenset[str]) -> None:
+        """These writers are dead: shares of theirs that are missing will not come."""
+        self._gone |= incarnations
+
+    def healed(self, last_save: Position | None) -> None:
+        """State came from peers: the parent of the next save is what the store says once
+        ``last_save``, the peers' last, is settled.
+        """
+        self._await = last_save
+        self._parent = None
+        self._index = None
+
+    def outcome(self) -> Outcome:
+        """What became of the saves since the last call; errors are handed out once."""
+        with self._lock:
+            now = replace(self._outcome)
+            self._outcome.errors = []
+        return now
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what was submitted and end the thread.
+
+        Raises:
+            TimeoutError: it is still writing after ``timeout_s``.
+        """
+        if self._thread is None:
+            return
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"a save is still being written after {timeout_s} s")
+        self._thread = None
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, handle = item
+            try:
+                commit = self._save(job)
+            except BaseException as error:
+                with self._lock:
+                    self._outcome.failed_in_row += 0 if isinstance(error, Fenced) else 1
+                    self._outcome.errors.append(error)
+                    if isinstance(error, Fenced):
+                        self._outcome.fenced = error
+                    self._waiting -= 1
+                self._events(
+                    Event("save.failed", {"step": handle.step, "error": str(error).splitlines()[0][:500]})
+                )
+                handle._future.set_exception(error)  # noqa: SLF001 - the two are one thing
+            else:
+                with self._lock:
+                    self._outcome.last = commit
+                    self._outcome.failed_in_row = 0
+                    self._waiting -= 1
+                handle._future.set_result(commit)  # noqa: SLF001
+
+    def _save(self, job: SaveJob) -> Commit:
+        self._settle_earlier()
+        if self._await is not None or (self._parent is None and self._index is None):
+            self._find_parent(job.expected.at)
+        expected = replace(job.expected, parent=self._parent)
+        begun_s = self._clock.now_s()
+        self._unsettled = expected.at
+        fragment, cause = self._write(job, expected)
+        record, ref = settle(
+            self._store,
+            self._clock,
+            expected,
+            self._me,
+            fragment,
+            self._settings.patience,
+            lambda: self._gone,
+        )
+        self._unsettled = None
+        if cause is not None:
+            raise SaveFailed(
+                f"SaveFailed: {expected.at} was not saved: {cause}\n"
+                "  earlier commits are intact; training may go on and the next save may succeed",
+                step=expected.at.step,
+            ) from cause
+        check_settled(record)
+        check_fence(self._store, expected.at.attempt)
+        self._parent = ref
+        self._index = None
+        own = list(record.components.values())
+        self._events(
+            Event(
+                "save.committed",
+                {
+                    "step": record.step,
+                    "attempt": record.attempt,
+                    "seconds": round(self._clock.now_s() - begun_s, 3),
+                    "raw_bytes": sum(c.raw_bytes for c in own),
+                    "stored_bytes": sum(c.stored_bytes for c in own),
+                    "reused_bytes": sum(c.reused_bytes for c in own),
+                    "fragments": len(record.fragments),
+                },
+            )
+        )
+        self._on_commit(record)
+        return record
+
+    def _write(self, job: SaveJob, expected: Expected) -> tuple[Fragment, BaseException | None]:
+        """Put packs and fragment; when that fails, a failure fragment so that nobody waits for it."""
+        try:
+            if job.snapshot is None:
+                raise SaveFailed(f"SaveFailed: {job.trouble}")
+            fragment = write_share(
+                self._store,
+                job,
+                expected,
+                self._me,
+                self._settings,
+                self._reusable(),
+            )
+            put_fragment(self._store, fragment, self._me)
+            return fragment, None
+        except Exception as error:
+            fragment = failure(expected, self._me, str(error).splitlines()[0])
+            try:
+                put_fragment(self._store, fragment, self._me)
+            except FtckptError as second:
+                error.add_note(f"and the failure could not be told to the others: {second}")
+            return fragment, error
+
+    def _settle_earlier(self) -> None:
+        """A save that ended in doubt is settled before the next is planned."""
+        if self._unsettled is not None:
+            abort(self._store, self._unsettled, "its writer could not learn what became of it")
+            self._unsettled = None
+            self._find_parent(None)
+
+    def _find_parent(self, before: Position | None) -> None:
+        """Learn the newest commit of this attempt's lineage from the store."""
+        if self._await is not None:
+            end_s = self._clock.now_s() + self._settings.patience.deadline_s
+            while layout.commit_key(self._await) not in {i.key for i in self._store.scan(layout.COMMITS)}:
+                if self._clock.now_s() > end_s:
+                    raise SaveFailed(f"SaveFailed: {self._await}, saved by peers, is not settled")
+                self._clock.sleep(self._settings.patience.max_poll_s)
+            self._await = None
+        seen = look(self._store)
+        lineage = on_lineage(seen.view)
+        at = next((o for o in lineage if before is None or o < before), None)
+        if at is not None and at in seen.damaged:
+            raise seen.damaged[at]
+        self._parent = seen.refs[at] if at is not None else None
+        self._index = {} if at is None else None
+
+    def _reusable(self) -> Mapping[str, Sequence[Saved]]:
+        """Chunks of the settled parent commit, by leaf."""
+        if self._index is None:
+            self._index = {}
+            if self._parent is not None:
+                found = look_commit(self._store, self._parent)
+                self._index = index_chunks(read_fragments(self._store, found))
+        return self._index
+
+
+def look_commit(store: ObjectStore, ref: Ref) -> Commit:
+    """The commit behind a ref, proven by its digest."""
+    found = read_commit(store, ref.at)
+    if found is None or found[1] != ref:
+        raise SaveFailed(
+            f"SaveFailed: the commit of {ref.at} is not the one this save builds on\n"
+            "  nothing was written; earlier commits are intact",
+            step=ref.step,
+        )
+    return found[0]
+
+
+@dataclass(slots=True)
+class _Encoded:
+    number: int
+    raw: bytes
+    stored: bytes
+    codec: int
+    body: Buffer
+
+
+def write_share(
+    store: ObjectStore,
+    job: SaveJob,
+    expected: Expected,
+    me: Writer,
+    settings: WriteSettings,
+    reusable: Mapping[str, Sequence[Saved]],
+) -> Fragment:
+    """Stream a snapshot into packs; returns the fragment that names them. On return every pack is
+    durable, and nothing is readable yet.
+    """
+    snapshot = job.snapshot
+    assert snapshot is not None
+    holdings = snapshot.holdings
+    known = _known(snapshot, reusable)
+    share_bytes = sum(
+        (task.stop - task.start) * holdings[task.holding].leaf.itemsize_bytes for task in snapshot.tasks
+    )
+    pack_bytes = max(settings.pack_bytes, min(settings.max_pack_bytes, share_bytes // 64))
+    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight)
+    chunks: dict[int, ChunkRecord] = {}
+    with ThreadPoolExecutor(settings.encode_threads, "ftckpt-encode") as pool, packs:
+        for item in _encode_all(pool, snapshot, known, settings):
+            task = snapshot.tasks[item.number]
+            if isinstance(item, _Known):
+                pack = packs.refer(item.saved.pack, item.saved.pack_bytes)
+                chunks[item.number] = _renumber(item.saved.chunk, pack)
+            else:
+                pack, offset = packs.add(item.body)
+                chunks[item.number] = ChunkRecord(
+                    task.start, task.stop, item.raw, item.stored, item.codec, pack, offset, len(item.body)
+                )
+            snapshot.release(item.number)
+        refs = packs.finish()
+    return Fragment(
+        format=FORMAT,
+        attempt=expected.at.attempt,
+        step=expected.at.step,
+        writer=str(me),
+        quorum=expected.quorum,
+        members=expected.members,
+        parent=expected.parent,
+        packs=refs,
+        leaves=_leaf_records(snapshot, chunks),
+        replicas=job.replicas,
+        guarantee=job.guarantee,
+        why=job.why,
+    )
+
+
+@dataclass(slots=True)
+class _Known:
+    number: int
+    saved: Saved
+
+
+def _known(snapshot: Snapshot, reusable: Mapping[str, Sequence[Saved]]) -> dict[int, Saved]:
+    """For each task, the parent's chunk of the same span of the same box, if there is one."""
+    spans: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...], int, int], Saved]] = {}
+    known = {}
+    for number, task in enumerate(snapshot.tasks):
+        holding = snapshot.holdings[task.holding]
+        name = holding.leaf.name
+        if name not in spans:
+            spans[name] = {
+                (s.box.offset, s.box.extent, s.chunk.start, s.chunk.stop): s for s in reusable.get(name, ())
+            }
+        saved = spans[name].get((holding.box.offset, holding.box.extent, task.start, task.stop))
+        if saved is not None:
+            known[number] = saved
+    return known
+
+
+def _encode_all(
+    pool: ThreadPoolExecutor, snapshot: Snapshot, known: Mapping[int, Saved], settings: WriteSettings
+) -> Iterator[_Encoded | _Known]:
+    """Hash and encode every chunk, in task order, a few ahead of whoever consumes them."""
+
+    def work(number: int) -> _Encoded | _Known:
+        body = snapshot.read(number)
+        raw = xxhash.xxh3_128_digest(body)
+        saved = known.get(number)
+        if saved is not None and saved.chunk.raw == raw:
+            return _Known(number, saved)
+        used, stored = codec.encode(body, settings.codec)
+        digest = raw if used == codec.RAW else xxhash.xxh3_128_digest(stored)
+        return _Encoded(number, raw, digest, used, stored)
+
+    ahead: list[Future[_Encoded | _Known]] = []
+    for number, task in enumerate(snapshot.tasks):
+        if task.start == task.stop:
+            continue
+        ahead.append(pool.submit(work, number))
+        if len(ahead) > 2 * settings.encode_threads:
+            yield ahead.pop(0).result()
+    for future in ahead:
+        yield future.result()
+
+
+def _renumber(chunk: ChunkRecord, pack: int) -> ChunkRecord:
+    return ChunkRecord(
+        chunk.start,
+        chunk.stop,
+        chunk.raw,
+        chunk.stored,
+        chunk.codec,
+        pack,
+        chunk.offset,
+        chunk.size,
+        chunk.bases,
+    )
+
+
+def _leaf_records(snapshot: Snapshot, chunks: Mapping[int, ChunkRecord]) -> tuple[LeafRecord, ...]:
+    by_holding: dict[int, list[ChunkRecord]] = {}
+    for number, task in enumerate(snapshot.tasks):
+        by_holding.setdefault(task.holding, []).extend([chunks[number]] if number in chunks else [])
+    records = []
+    for number, parts in by_holding.items():
+        holding = snapshot.holdings[number]
+        leaf = holding.leaf
+        box = BoxRecord(holding.box.offset, holding.box.extent, tuple(parts))
+        records.append(LeafRecord(leaf.name, leaf.kind, leaf.dtype, leaf.shape, leaf.owner, (box,)))
+    return tuple(sorted(records, key=lambda record: record.name))
+
+
+class _Packs:
+    """Fills packs in memory and puts each as one object, a bounded number at a time."""
+
+    def __init__(self, store: ObjectStore, at: Position, me: Writer, pack_bytes: int, in_flight: int) -> None:
+        self._store, self._at, self._me = store, at, me
+        self._pack_bytes = pack_bytes
+        self._pool = ThreadPoolExecutor(in_flight, "ftckpt-put")
+        self._slots = threading.BoundedSemaphore(in_flight)
+        self._refs: list[PackRef] = []
+        self._numbers: dict[str, int] = {}
+        self._puts: list[Future[None]] = []
+        self._open: int | None = None
+        self._parts: list[Buffer] = []
+        self._size = 0
+        self._sequence = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._pool.shutdown(wait=True)
+
+    def refer(self, key: str, size: int) -> int:
+        """The number of a pack that an earlier step wrote."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self._refs)
+            self._refs.append(PackRef(key, size))
+        return self._numbers[key]
+
+    def add(self, body: Buffer) -> tuple[int, int]:
+        """Put a chunk into the open pack: the pack's number and the chunk's offset."""
+        if self._open is not None and self._size + len(body) > self._pack_bytes:
+            self._flush()
+        if self._open is None:
+            self._open = len(self._refs)
+            self._refs.append(PackRef(layout.pack_key(self._at, self._me, self._sequence), 0))
+            self._sequence += 1
+        offset = self._size
+        self._parts.append(body)
+        self._size += len(body)
+        return self._open, offset
+
+    def finish(self) -> tuple[PackRef, ...]:
+        """Put the last pack and wait for all of them; raises the first failure."""
+        self._flush()
+        for put in self._puts:
+            put.result()
+        return tuple(self._refs)
+
+    def _flush(self) -> None:
+        if self._open is None:
+            return
+        key = self._refs[self._open].key
+        self._refs[self._open] = PackRef(key, self._size)
+        body = b"".join(self._parts)
+        self._open, self._parts, self._size = None, [], 0
+        for put in self._puts:
+            if put.done():
+                put.result()
+        self._slots.acquire()
+        self._puts.append(self._pool.submit(self._put, key, body))
+
+    def _put(self, key: str, body: bytes) -> None:
+        try:
+            put_pack(self._store, key, body)
+        finally:
+            self._slots.release()
+
+
+def put_pack(store: ObjectStore, key: str, body: bytes) -> None:
+    """Create a pack; if an earlier try of this very call got through, make sure it is whole.
+
+    Its key holds this life's incarnation, so only this process can have written it.
+    """
+    try:
+        store.create(key, body)
+    except AlreadyExists:
+        if store.size(key) != len(body):
+            raise SaveFailed(f"SaveFailed: {key} exists with another size than this process wrote") from None
