@@ -8,6 +8,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; tests share two
 for _name in [name for name in os.environ if name.startswith(("AWS_", "FTCKPT_", "TORCHFT_"))]:
     del os.environ[_name]  # tests pass what they mean, and never reach a real account
 os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+# xdist's workers must name their tests alike, also those whose parameters are sets. The ranks that
+# tests start each get another seed (tests/support/procs.py): no plan may rest on the order of a set.
+os.environ.setdefault("PYTHONHASHSEED", "0")
 
 from collections.abc import Iterator
 

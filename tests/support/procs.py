@@ -169,8 +169,12 @@ def start_ranks(
 
 
 def rank_env(rank: int, nprocs: int, port: int) -> dict[str, str]:
-    """The variables that ``torch.distributed.init_process_group("gloo")`` reads."""
+    """The variables that ``torch.distributed.init_process_group("gloo")`` reads.
+
+    Every rank hashes strings differently, as real ranks do.
+    """
     return {
+        "PYTHONHASHSEED": str(rank + 1),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(nprocs),
