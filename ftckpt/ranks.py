@@ -1,0 +1,152 @@
+"""The ranks of one job that share a session: how they agree at its start, and hear of a stop later.
+
+Only gloo on a process group of its own, so that checkpoint traffic never meets the trainer's
+collectives. Bytes travel, never pickled objects. After the start there are no collectives: a stop
+is a key in the job's own key-value store, which every rank looks at between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ftckpt import errors
+from ftckpt.errors import FtckptError, SettingsDiffer, SettingsError
+
+START_TIMEOUT_S = 300.0
+
+
+class Ranks(Protocol):
+    """Everybody who entered the same session. All calls but ``stop_at`` are collective."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Everybody's bytes, in rank order."""
+        ...
+
+    def stop_at(self, step: int | None) -> int | None:
+        """Say that the job should stop after ``step`` (``None``: say nothing); returns the step that
+        it was first told to stop after, if any. Not collective.
+        """
+        ...
+
+
+class One:
+    """A session of one rank."""
+
+    rank = 0
+    world = 1
+
+    def __init__(self) -> None:
+        self._stop: int | None = None
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        return [mine]
+
+    def stop_at(self, step: int | None) -> int | None:
+        if self._stop is None:
+            self._stop = step
+        return self._stop
+
+
+class Gang:
+    """Ranks of an initialised torch.distributed, on a gloo group of their own."""
+
+    def __init__(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self._group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="ftckpt-session"
+        )
+        self._store: Any = dist.PrefixStore("ftckpt", dist.distributed_c10d._get_default_store())  # noqa: SLF001
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        widest = max(1, *(int(size) for size in sizes))
+        padded = torch.zeros(widest, dtype=torch.uint8)
+        if mine:
+            padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        found = [torch.zeros(widest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(found, padded, group=self._group)
+        return [bytes(body.numpy().tobytes()[: int(size)]) for body, size in zip(found, sizes, strict=True)]
+
+    def stop_at(self, step: int | None) -> int | None:
+        if step is not None:
+            return int(self._store.compare_set("stop", "", str(step)))
+        return int(self._store.get("stop")) if self._store.check(["stop"]) else None
+
+
+def ranks_here(world: int) -> Ranks:
+    """The ranks this process trains with: torch.distributed's if it is initialised.
+
+    Raises ``SettingsError`` when the launch says there are several but torch.distributed is not up.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return Gang()
+    if world > 1:
+        raise SettingsError(
+            f"SettingsError: this process was launched as one of {world} ranks, but torch.distributed is not "
+            "initialised\n  call torch.distributed.init_process_group() before entering the session",
+            world=world,
+        )
+    return One()
+
+
+def agree(ranks: Ranks, settings: Mapping[str, object]) -> None:
+    """Check that all ranks were given the same settings, before anything is written.
+
+    Raises:
+        SettingsDiffer: on every rank, naming the settings and what each rank was given.
+    """
+    everybody = [msgspec.json.decode(body) for body in ranks.gather(msgspec.json.encode(dict(settings)))]
+    names = sorted({name for one in everybody for name in one})
+    differing = [name for name in names if any(one.get(name) != everybody[0].get(name) for one in everybody)]
+    if differing:
+        lines = [
+            f"  {name}: " + ", ".join(f"rank {r} has {one.get(name)!r}" for r, one in enumerate(everybody))
+            for name in differing
+        ]
+        raise SettingsDiffer(
+            "SettingsDiffer: the ranks of this job were given different settings\n"
+            + "\n".join(lines)
+            + "\n  nothing was written; give every rank the same",
+            settings=tuple(differing),
+        )
+
+
+def tell(ranks: Ranks, mine: Mapping[str, object]) -> Mapping[str, object]:
+    """Rank 0's values, on every rank."""
+    found: dict[str, object] = msgspec.json.decode(ranks.gather(msgspec.json.encode(dict(mine)))[0])
+    return found
+
+
+def fail_together(ranks: Ranks, error: BaseException | None, doing: str) -> None:
+    """Raise on every rank if any rank failed: its own error where it has one, else whose and what."""
+    mine = b"" if error is None else f"{type(error).__name__}\n{error}".encode()
+    failed = [(rank, body.decode()) for rank, body in enumerate(ranks.gather(mine)) if body]
+    if error is not None:
+        raise error
+    if failed:
+        rank, text = failed[0]
+        name, _, message = text.partition("\n")
+        raise _kind(name)(
+            f"{message}\n  this happened on rank {rank} of {ranks.world} while {doing}; "
+            "every rank of the job stops with it",
+            rank=rank,
+        )
+
+
+def _kind(name: str) -> type[FtckptError]:
+    found: Any = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, FtckptError) else FtckptError

@@ -1,0 +1,247 @@
+"""A run opened for reading: no process group, no trainer, nothing is ever written.
+
+``commits`` and ``latest`` follow the lineage; ``verify`` reads every byte; ``array`` and ``value``
+fetch only what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+
+from ftckpt import layout
+from ftckpt.attempts import Look, choose, find_run, look, read_claim, read_start
+from ftckpt.boxes import Box, whole
+from ftckpt.capture import place
+from ftckpt.errors import CorruptError, ObjectNotFound, StateMismatch, StoreError
+from ftckpt.leaf import LeafSpec
+from ftckpt.lineage import orphans
+from ftckpt.manifest import (
+    Claim,
+    Commit,
+    ComponentSummary,
+    Fragment,
+    Intent,
+    Pin,
+    Position,
+    RunRecord,
+    Start,
+    Tombstone,
+    decode,
+)
+from ftckpt.plan.restore import Placement, index_chunks, plan_restore
+from ftckpt.reader import (
+    Progress,
+    ReadSettings,
+    check_packs,
+    fetch,
+    leaf_specs,
+    read_fragments,
+    read_values,
+    verify_commit,
+)
+from ftckpt.restore import restore_into
+from ftckpt.store import open_store
+from ftckpt.store.api import ObjectStore
+from ftckpt.values import unpack
+
+Status = Literal["readable", "damaged", "aborted", "orphan", "collected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of ``ls``: a position, what became of it, and the record if it reads."""
+
+    at: Position
+    status: Status
+    commit: Commit | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something ``verify`` found wrong: which object, which step needs it, and what it is."""
+
+    key: str
+    step: int | None
+    error: CorruptError | StoreError
+
+
+class Run:
+    """A run at an address. Use as a context, or ``close`` it."""
+
+    def __init__(self, store: ObjectStore, settings: ReadSettings = ReadSettings()) -> None:
+        self._store = store
+        self._settings = settings
+        find_run(store)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store.close()
+
+    @property
+    def uri(self) -> str:
+        """The run's address, without credentials."""
+        return self._store.uri
+
+    @property
+    def store(self) -> ObjectStore:
+        """The store it is read from."""
+        return self._store
+
+    def look(self) -> Look:
+        """One fresh look at claims, starts and commits."""
+        return look(self._store)
+
+    def commits(self) -> list[Commit]:
+        """Readable commits on the lineage, newest first. A damaged one raises ``CorruptError``."""
+        seen = self.look()
+        for at in seen.lineage:
+            if at in seen.damaged:
+                raise seen.damaged[at]
+        return [seen.commits[at] for at in seen.lineage]
+
+    def latest(self) -> Commit:
+        """The newest commit of the lineage. Raises ``NoCommit``."""
+        return self.commit(None)
+
+    def commit(self, step: int | None) -> Commit:
+        """The commit of a step, or the newest. Raises ``NoCommit``, ``StepNotFound``, ``CorruptError``."""
+        seen = self.look()
+        return seen.commits[choose(seen, self.uri, step).at]
+
+    def entries(self) -> list[Entry]:
+        """Everything that was ever committed, given up or collected, newest first."""
+        seen = self.look()
+        off = set(orphans(seen.view))
+        lines = []
+        for at in sorted(seen.view.commits, reverse=True):
+            commit = seen.commits.get(at)
+            if at in seen.view.collected:
+                lines.append(Entry(at, "collected", None))
+            elif at in seen.damaged:
+                lines.append(Entry(at, "damaged", None, seen.damaged[at].message.splitlines()[0]))
+            elif commit is not None and commit.aborted:
+                lines.append(Entry(at, "aborted", commit, commit.aborted))
+            else:
+                lines.append(Entry(at, "orphan" if at in off else "readable", commit))
+        return lines
+
+    def attempts(self) -> list[tuple[Claim, Start | None]]:
+        """Every claimed attempt and, if it began, its start; oldest first."""
+        seen = self.look()
+        return [
+            (read_claim(self._store, n), read_start(self._store, n) if n in seen.view.starts else None)
+            for n in sorted(seen.view.claims)
+        ]
+
+    def leaves(self, step: int | None = None) -> dict[str, LeafSpec]:
+        """Every leaf of a step by name."""
+        return leaf_specs(read_fragments(self._store, self.commit(step)))
+
+    def components(self, step: int | None = None) -> Mapping[str, ComponentSummary]:
+        """Components of a step with their leaves and bytes."""
+        return self.commit(step).components
+
+    def value(self, component: str, step: int | None = None) -> object:
+        """The plain values of a component: its structure, with ``TensorRef`` where tensors are.
+
+        Raises ``StateMismatch`` naming what there is when there is no such component.
+        """
+        commit = self.commit(step)
+        values = read_values(self._store, read_fragments(self._store, commit), commit.at, self._settings)
+        if component not in values:
+            raise StateMismatch(
+                f"StateMismatch: step {commit.step} has no component {component!r}\n"
+                f"  it has: {', '.join(sorted(values))}",
+                step=commit.step,
+            )
+        return unpack(values[component])
+
+    def tensor(self, leaf: str, step: int | None = None, box: Box | None = None) -> torch.Tensor:
+        """One tensor, or the part of it in ``box``, verified; fetches only chunks that overlap."""
+        commit = self.commit(step)
+        specs = leaf_specs(read_fragments(self._store, commit))
+        spec = specs.get(leaf)
+        if spec is None or spec.kind != "tensor":
+            near = [name for name in specs if leaf.rpartition(".")[2] in name][:8]
+            raise StateMismatch(
+                f"StateMismatch: step {commit.step} has no tensor {leaf!r}\n"
+                f"  similar names: {', '.join(near) or 'none'}; `ftckpt show RUN --leaves` lists all",
+                step=commit.step,
+                leaf=leaf,
+            )
+        box = box or whole(spec.shape)
+        fragments = read_fragments(self._store, commit, [(spec, box)])
+        result = torch.empty(box.extent, dtype=getattr(torch, spec.dtype))
+        fetches = plan_restore([(spec, box)], index_chunks(fragments))
+        check_packs(self._store, {(item.pack, item.pack_bytes) for item in fetches}, commit.at)
+
+        def put(placement: Placement, raw: memoryview) -> None:
+            piece = raw[placement.first_byte :][: placement.piece.numel * spec.itemsize_bytes]
+            place(result, box, placement.piece, placement.region, piece, spec.dtype)
+
+        fetch(self._store, fetches, put, commit.at, self._settings)
+        return result
+
+    def verify(self, step: int | None = None, progress: Progress | None = None) -> list[Problem]:
+        """Read and check every record and every byte that a readable commit needs; of one step, or
+        of all. Returns what is wrong; empty: nothing.
+        """
+        problems = list(self._verify_records()) if step is None else []
+        seen = self.look()
+        chosen = seen.view.readable if step is None else {choose(seen, self.uri, step).at}
+        for at in sorted(chosen):
+            commit = seen.commits.get(at)
+            if commit is not None:
+                problems.extend(
+                    Problem(str(error.facts.get("pack") or error.facts.get("key", "")), at.step, error)
+                    for error in verify_commit(self._store, commit, self._settings, progress)
+                )
+        return problems
+
+    def _verify_records(self) -> Iterator[Problem]:
+        kinds: tuple[tuple[str, type], ...] = (
+            (layout.ATTEMPTS, Claim),
+            (layout.STARTS, Start),
+            (layout.COMMITS, Commit),
+            (layout.COLLECTED, Tombstone),
+            (layout.FRAGMENTS, Fragment),
+            (layout.PINS, Pin),
+            (layout.GC, Intent),
+        )
+        keys = [(layout.RUN, RunRecord)]
+        keys += [(info.key, kind) for prefix, kind in kinds for info in self._store.scan(prefix)]
+        for key, kind in keys:
+            try:
+                decode(kind, bytes(self._store.read(key)), key)
+            except ObjectNotFound:
+                continue
+            except CorruptError as error:
+                where = layout.parse_commit(key) or layout.parse_position(key)
+                yield Problem(key, where.step if where else None, error)
+
+    def restore(self, state: Mapping[str, object], step: int | None = None, *, strict: bool = True) -> Commit:
+        """Overwrite the components given in ``state``; see ``ftckpt.restore``."""
+        commit = self.commit(step)
+        restore_into(self._store, commit, state, subset=True, strict=strict, settings=self._settings)
+        return commit
+
+
+def open_run(
+    uri: str, *, store_options: Mapping[str, object] | None = None, allow_unconditional: bool = True
+) -> Run:
+    """Open a run for reading. Raises ``RunNotFound`` when the address holds none."""
+    return Run(open_store(uri, options=store_options, allow_unconditional=allow_unconditional))

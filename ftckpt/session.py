@@ -1,0 +1,787 @@
+"""The session: a context around a trainer that restores, saves at step boundaries, and stops well.
+
+It ties the rooms together and decides nothing about bytes or order. ``save`` never blocks on the
+store. Everything that goes wrong in the background is heard of at the next boundary.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+import msgspec
+import torch
+
+from ftckpt.attempts import find_run, read_start
+from ftckpt.begin import Begun, OnEmpty, begin, this_process
+from ftckpt.boxes import Box, intersect
+from ftckpt.capture import LiveLeaf, capture, place, reseed, target
+from ftckpt.codec import Codec
+from ftckpt.commit import Expected, Patience
+from ftckpt.elastic.launch import Launch
+from ftckpt.errors import (
+    AttemptWentBack,
+    FtckptError,
+    ObjectNotFound,
+    SaveError,
+    SaveFailed,
+    SettingsError,
+    TooManyFailedSaves,
+)
+from ftckpt.events import Event, Events, to_logging
+from ftckpt.gc import collect
+from ftckpt.guarantee import Facts, judge
+from ftckpt.layout import Writer
+from ftckpt.leaf import LeafSpec
+from ftckpt.manifest import Commit, Position, Ref
+from ftckpt.membership import Membership, alone
+from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
+from ftckpt.ranks import Ranks, agree, fail_together, ranks_here, tell
+from ftckpt.reader import ReadSettings
+from ftckpt.restore import read_ref, restore_into
+from ftckpt.retention import Keep
+from ftckpt.snapshot import host_bytes, replica_digests, stage
+from ftckpt.store import open_store
+from ftckpt.store.api import ObjectStore
+from ftckpt.values import unpack
+from ftckpt.writer import SaveEngine, SaveHandle, SaveJob, WriteSettings
+
+if TYPE_CHECKING:
+    from ftckpt.slots import Turn
+
+INTERNAL = "ftckpt"
+"""The component that belongs to the session itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything about a session that is not its address or its state; the same on all ranks."""
+
+    save_every: int | None = None
+    keep: Keep = Keep()
+    on_empty: OnEmpty = "start"
+    step: int | None = None
+    fallback: bool = False
+    stage: Literal["eager"] = "eager"
+    codec: Codec = Codec()
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    staging_bytes: int | None = None
+    run_seed: int = 0
+    derives_seeds: bool = False
+    max_failed_saves: int | None = None
+    check_replicas: bool = True
+    deadline_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "chunk_bytes", "staging_bytes", "max_failed_saves"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SettingsError(
+                    f"SettingsError: {name}={value!r} has no meaning; give a whole number of 1 or more, or None",
+                    setting=name,
+                    found=value,
+                )
+        if self.on_empty not in ("start", "error"):
+            raise SettingsError(
+                f'SettingsError: on_empty={self.on_empty!r} has no meaning; give "start" or "error"',
+                setting="on_empty",
+                found=self.on_empty,
+            )
+        if self.stage != "eager":
+            raise SettingsError(
+                f'SettingsError: stage={self.stage!r} is not known; this version stages "eager"',
+                setting="stage",
+                found=self.stage,
+            )
+        if not self.deadline_s > 0:
+            raise SettingsError(f"SettingsError: deadline_s={self.deadline_s!r} must be above zero")
+
+
+class HealState(Protocol):
+    """State as a peer gives and takes it: tensors and bytes by name."""
+
+    def save(self) -> dict[str, object]: ...
+
+    def load(self, state: dict[str, object]) -> None: ...
+
+
+class Members(Protocol):
+    """What a session asks of its membership; ``ftckpt.elastic.ReplicaGroup`` is one."""
+
+    @property
+    def launch(self) -> Launch: ...
+
+    @property
+    def incarnation(self) -> str: ...
+
+    @property
+    def membership(self) -> Membership: ...
+
+    @property
+    def finished_step(self) -> int: ...
+
+    @property
+    def last_vote(self) -> bool | None: ...
+
+    @property
+    def carries(self) -> bool: ...
+
+    @property
+    def peers_saved(self) -> int | None:
+        """The last step that any member of the quorum registered a save for."""
+        ...
+
+    @property
+    def agreed(self) -> frozenset[str]:
+        """The wishes that anybody uttered before the turn that is under way or just ended."""
+        ...
+
+    def wish(self, word: str) -> None:
+        """Utter a wish; in the next turn all members know of it, all of them at once."""
+        ...
+
+    def register_save(self, step: int) -> None: ...
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None: ...
+
+    def open(
+        self, *, step: int, heal: HealState, attempt: int | None, on_turn: Callable[[Turn], None]
+    ) -> None: ...
+
+    def close(self, timeout_s: float = 5.0) -> None: ...
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where the session stands. ``finished`` is the last finished step."""
+
+    finished: int = 0
+    saved: int | None = None
+    handle: SaveHandle | None = None
+    restored: Commit | None = None
+    rng_restored: bool = True
+    membership: Membership | None = None
+    owed: bool = False
+
+
+class Session:
+    """Checkpoints of ``state`` under ``uri``.
+
+    ``state`` maps component names to modules, optimizers, schedulers, tensors, nested plain values,
+    or objects with ``state_dict``/``load_state_dict``. Entering restores it if the run has a commit
+    (on every rank, to the same step), and commits step 0 if it has none. The constructor does no I/O.
+
+    Args:
+        uri: a folder or bucket address; see ``ftckpt.store.open_store``.
+        save_every: save after every that many steps; ``None``: only the first, the last, and when asked.
+        keep: how many commits to keep (an int, a ``Keep``, or ``None`` for all).
+        on_empty: what to do when the run has no commit at all: ``"start"`` from nothing, or ``"error"``.
+        step: go on from this step instead of the newest.
+        fallback: pass over commits that cannot be read, saying so, instead of stopping.
+        replica_group: the membership, when replica groups train together.
+        max_failed_saves: raise at a boundary after that many failed saves in a row; ``None``: never.
+        store_options: settings of the store; ``AWS_*`` variables otherwise.
+        events: who hears what happens; the standard logger ``ftckpt`` otherwise.
+
+    Raises on entering: ``RunNotFound``/``NoCommit`` (with ``on_empty="error"``), ``StepNotFound``,
+    ``CorruptError``, ``StateMismatch``, ``RestoreIncomplete``, ``UnsupportedValue``,
+    ``SettingsDiffer``, ``AttemptTaken``, ``StoreError``. Nothing is trained then, nothing is lost.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        state: Mapping[str, object],
+        *,
+        save_every: int | None = None,
+        keep: int | Keep | None = 3,
+        on_empty: OnEmpty = "start",
+        step: int | None = None,
+        fallback: bool = False,
+        replica_group: Members | None = None,
+        stage: Literal["eager"] = "eager",
+        codec: Literal["raw", "zstd"] | Codec = "zstd",
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        staging_bytes: int | None = None,
+        run_seed: int = 0,
+        derives_seeds: bool = False,
+        max_failed_saves: int | None = None,
+        check_replicas: bool = True,
+        deadline_s: float = 300.0,
+        store_options: Mapping[str, object] | None = None,
+        allow_unconditional: bool = False,
+        retry_deadline_s: float = 60.0,
+        events: Events = to_logging,
+        store: ObjectStore | None = None,
+        launch: Launch | None = None,
+    ) -> None:
+        if INTERNAL in state:
+            raise SettingsError(
+                f"SettingsError: the component name {INTERNAL!r} belongs to the session itself"
+            )
+        self.state = state
+        self.settings = Settings(
+            save_every=save_every,
+            keep=keep if isinstance(keep, Keep) else Keep(last=keep),
+            on_empty=on_empty,
+            step=step,
+            fallback=fallback,
+            stage=stage,
+            codec=codec if isinstance(codec, Codec) else Codec(codec),
+            chunk_bytes=chunk_bytes,
+            staging_bytes=staging_bytes,
+            run_seed=run_seed,
+            derives_seeds=derives_seeds,
+            max_failed_saves=max_failed_saves,
+            check_replicas=check_replicas,
+            deadline_s=deadline_s,
+        )
+        self._uri = os.fspath(uri)
+        self._open_store: Callable[[], ObjectStore] = lambda: (
+            store
+            or open_store(
+                self._uri,
+                options=store_options,
+                allow_unconditional=allow_unconditional,
+                retry_deadline_s=retry_deadline_s,
+                events=events,
+            )
+        )
+        self._group = replica_group
+        self._launch = launch or (replica_group.launch if replica_group else Launch.from_env())
+        self._events = events
+        self._at = _Progress()
+        self._stop = _StopSignal()
+        self._entered: _Entered | None = None
+
+    # --- what a trainer sees --------------------------------------------------------------------
+
+    @property
+    def restored(self) -> Commit | None:
+        """The commit this session went on from; ``None`` when it began anew."""
+        return self._at.restored
+
+    @property
+    def attempt(self) -> int:
+        """This job's attempt of the run."""
+        return self._inside().attempt
+
+    @property
+    def finished_step(self) -> int:
+        """The last finished optimizer step."""
+        return self._group.finished_step if self._group and self._entered else self._at.finished
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether SIGTERM or SIGUSR1 came: the next boundary saves, waits and ends the loop."""
+        return self._stop.seen
+
+    def steps(self, until: int) -> Iterator[int]:
+        """Yield the step to train next, from the one after the restored one up to ``until``.
+
+        The same step comes again after a failed vote. The caller's body trains it; asking for the
+        next is the boundary, where due saves begin and what failed in the background is heard of.
+        Leaving the loop normally saves the last step and waits for it.
+
+        Raises at a boundary: ``Fenced``, ``TooManyFailedSaves``, and on the last ``SaveError``.
+        """
+        self._inside()
+        while self.finished_step < until:
+            step = self.finished_step + 1
+            yield step
+            passed = self._group.last_vote if self._group else True
+            if passed:
+                self._at.finished = self.finished_step if self._group else step
+            if self._boundary():
+                break
+        self._save_last()
+
+    def save(self, step: int | None = None) -> SaveHandle:
+        """Begin a save of the state as it is now; returns without waiting for the store.
+
+        ``step`` defaults to the last finished step. Call it between optimizer steps, on every rank.
+
+        Raises:
+            UnsupportedValue: something in the state cannot be saved faithfully; it is named.
+            SaveFailed: this step was saved already.
+        """
+        inside = self._inside()
+        step = self.finished_step if step is None else step
+        last = self._at.saved
+        if last is not None and step <= last:
+            raise SaveFailed(
+                f"SaveFailed: step {step} cannot be saved after step {last}\n"
+                "  a step is saved once, and steps only go up; nothing was changed",
+                step=step,
+                last=last,
+            )
+        self._at.finished = max(self._at.finished, step)
+        handle = inside.engine.submit(self._job(step))
+        self._at.saved, self._at.handle, self._at.owed = step, handle, False
+        if self._group is not None:
+            self._group.register_save(step)
+        return handle
+
+    # --- entering and leaving -------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        assert self._entered is None, "a session is entered once"
+        ranks = ranks_here(self._launch.world)
+        agree(ranks, self._shared_settings())
+        store = self._open_store()
+        error: BaseException | None = None
+        begun: Mapping[str, object] = {}
+        try:
+            begun = self._begin(store) if ranks.rank == 0 else {}
+        except FtckptError as trouble:
+            error = trouble
+        fail_together(ranks, error, "beginning the attempt")
+        begun = tell(ranks, begun)
+        attempt = int(str(begun["attempt"]))
+        try:
+            parent = self._restore(store, ranks, attempt)
+        except (FtckptError, OSError, RuntimeError, ValueError, TypeError) as trouble:
+            error, parent = trouble, None
+        fail_together(ranks, error, "restoring")
+        incarnation = str(begun["incarnation"])
+        if self._group is not None:
+            self._group.open(step=self._at.finished, heal=_Heal(self), attempt=attempt, on_turn=self._at_turn)
+            incarnation = self._group.incarnation
+        me = Writer(self._launch.group, ranks.rank, incarnation)
+        engine = SaveEngine(
+            store,
+            me,
+            parent=parent,
+            settings=WriteSettings(
+                codec=self.settings.codec, patience=Patience(deadline_s=self.settings.deadline_s)
+            ),
+            events=self._events,
+            on_commit=self._committed,
+        )
+        self._entered = _Entered(store, ranks, attempt, me, engine)
+        engine.start()
+        self._stop.install()
+        try:
+            if self._group is None:
+                self._at.membership = alone(self._launch.group, incarnation)
+                if parent is None:
+                    self.save(0)
+        except BaseException as trouble:
+            self.__exit__(type(trouble), trouble, trouble.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        inside = self._inside()
+        self._stop.remove()
+        try:
+            inside.engine.close(self.settings.deadline_s * 2)
+            inside.janitor_done()
+            outcome = inside.engine.outcome()
+            failed = self._at.handle.error if self._at.handle is not None else None
+            if error is not None and outcome.errors:
+                error.add_note(f"and a save in the background failed: {outcome.errors[-1]}")
+            elif error is None and failed is not None and any(failed is e for e in outcome.errors):
+                raise failed
+        finally:
+            self._entered = None
+            if self._group is not None:
+                self._group.close()
+            inside.store.close()
+
+    # --- how ------------------------------------------------------------------------------------
+
+    def _inside(self) -> _Entered:
+        if self._entered is None:
+            raise RuntimeError("use a Session as a context: `with ftckpt.Session(...) as ckpt:`")
+        return self._entered
+
+    def _shared_settings(self) -> dict[str, object]:
+        shared: dict[str, object] = {name: repr(getattr(self.settings, name)) for name in Settings.__slots__}
+        return {"uri": self._uri, "components": sorted(map(str, self.state)), **shared}
+
+    def _begin(self, store: ObjectStore) -> dict[str, object]:
+        """On rank 0: the attempt the supervisor began, or a new one."""
+        incarnation = uuid.uuid4().hex
+        if self._launch.attempt is not None:
+            find_run(store)
+            return {"attempt": self._launch.attempt, "incarnation": incarnation}
+        begun: Begun = begin(
+            store,
+            this_process(nproc=self._launch.world),
+            name=uuid.uuid4().hex,
+            step=self.settings.step,
+            on_empty=self.settings.on_empty,
+            fallback=self.settings.fallback,
+            events=self._events,
+        )
+        return {"attempt": begun.claim.attempt, "incarnation": incarnation}
+
+    def _restore(self, store: ObjectStore, ranks: Ranks, attempt: int) -> Ref | None:
+        """Restore exactly what this attempt's start names."""
+        try:
+            parent = read_start(store, attempt).parent
+        except ObjectNotFound as error:
+            raise SettingsError(
+                f"SettingsError: attempt {attempt} of {store.uri} was claimed but never began\n"
+                "  nothing was changed; start the job with `ftckpt run` or `ftckpt resume`",
+                attempt=attempt,
+            ) from error
+        if parent is None:
+            return None
+        commit = read_ref(store, parent)
+        done = restore_into(
+            store,
+            commit,
+            self.state,
+            group=self._launch.group,
+            rank=ranks.rank,
+            world=ranks.world,
+            internal=INTERNAL,
+            settings=ReadSettings(),
+        )
+        self._at.finished, self._at.saved, self._at.restored = commit.step, commit.step, commit
+        values: Any = done.values.get(INTERNAL, {})
+        internal: dict[str, Any] = values.get("tree", {})
+        if self._group is not None and internal.get("manager"):
+            self._group.load_state_dict(internal["manager"])
+        self._at.rng_restored = done.rng_restored
+        if not done.rng_restored:
+            reseed(self.settings.run_seed, commit.step, ranks.rank)
+        self._events(
+            Event(
+                "session.restored",
+                {
+                    "step": commit.step,
+                    "attempt": attempt,
+                    "from_attempt": commit.attempt,
+                    "bytes": done.fetched_bytes,
+                    "guarantee": commit.guarantee,
+                    "why": list(commit.why),
+                    "notes": list(done.notes),
+                },
+            )
+        )
+        return parent
+
+    def _capture(self, step: int) -> tuple[LiveLeaf, ...]:
+        inside = self._inside()
+        manager = self._group.state_dict() if self._group is not None else None
+        internal = {"step": step, "run_seed": self.settings.run_seed, "manager": manager}
+        return capture(
+            {**self.state, INTERNAL: internal},
+            group=self._launch.group,
+            rank=inside.ranks.rank,
+            world=inside.ranks.world,
+        )
+
+    def _job(self, step: int) -> SaveJob:
+        inside = self._inside()
+        membership = self._group.membership if self._group is not None else self._at.membership
+        assert membership is not None
+        leaves = self._capture(step)
+        place_ = Place(membership.index, len(membership.members), inside.ranks.rank)
+        expected = Expected(
+            at=Position(step, inside.attempt),
+            parent=None,
+            quorum=membership.quorum_id,
+            members=membership.digest(),
+            writers=tuple(
+                Writer(member.group, rank, member.incarnation)
+                for member in membership.members
+                for rank in range(inside.ranks.world)
+            ),
+        )
+        guarantee, why = judge(
+            Facts(
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                derives_seeds=self.settings.derives_seeds,
+                rng_restored=self._at.rng_restored,
+                groups=len(membership.members),
+            )
+        )
+        job = SaveJob(expected, None, guarantee=guarantee, why=why)
+        tasks = plan_save([leaf.holding for leaf in leaves], place_, self.settings.chunk_bytes)
+        try:
+            snapshot = stage(leaves, tasks, self.settings.staging_bytes)
+        except SaveFailed as error:
+            return replace(job, trouble=error.message)
+        replicas = replica_digests(leaves, place_.participants) if self.settings.check_replicas else ()
+        return replace(job, snapshot=snapshot, replicas=replicas)
+
+    def _at_turn(self, turn: Turn) -> None:
+        """The quorum of a turn is known: look at who is there, before anything is computed."""
+        inside, group = self._inside(), self._group
+        assert group is not None
+        if not group.carries:
+            raise AttemptWentBack(
+                f"AttemptWentBack: nobody in the quorum holds the state of attempt {inside.attempt} any more\n"
+                "  going on from the store would take this attempt back; it needs a new attempt\n"
+                "  committed steps are safe: the supervisor, or `ftckpt resume`, begins the next attempt",
+                attempt=inside.attempt,
+            )
+        before, now = self._at.membership, group.membership
+        if before is not None:
+            inside.engine.lose(
+                frozenset(m.incarnation for m in before.members) - {m.incarnation for m in now.members}
+            )
+        self._at.membership = now
+        if turn.healed:
+            self._at.finished = turn.step - 1
+            self._at.saved = group.peers_saved
+            at = Position(group.peers_saved, inside.attempt) if group.peers_saved is not None else None
+            inside.engine.healed(at)
+            self._events(Event("session.healed", {"step": turn.step - 1, "attempt": inside.attempt}))
+        if turn.step == 1 and self._at.restored is None and group.peers_saved is None:
+            self.save(0)
+
+    def _boundary(self) -> bool:
+        """Between two steps: hear of the background, save what is due. True: end the loop."""
+        inside, settings = self._inside(), self.settings
+        outcome = inside.engine.outcome()
+        for error in outcome.errors:
+            self._events(Event("session.save_failed", {"error": str(error)}))
+            if isinstance(error, SaveError):
+                self._at.owed = True
+        if outcome.fenced is not None:
+            raise outcome.fenced
+        limit = settings.max_failed_saves
+        if limit is not None and outcome.failed_in_row >= limit:
+            raise TooManyFailedSaves(
+                f"TooManyFailedSaves: {outcome.failed_in_row} saves in a row failed, the limit is {limit}\n"
+                f"  last reason: {str(outcome.errors[-1]).splitlines()[0] if outcome.errors else 'see the log'}\n"
+                f"  the newest commit is {'step ' + str(outcome.last.step) if outcome.last else 'the restored one'}",
+                failed=outcome.failed_in_row,
+            )
+        step = self._at.finished
+        stop = self._should_stop(step)
+        if self._at.saved is not None and step <= self._at.saved:
+            return stop
+        due = settings.save_every is not None and step % settings.save_every == 0
+        if due or self._owed_now():
+            self.save(step)
+        return stop
+
+    def _owed_now(self) -> bool:
+        """A save failed: make up for it at once, where all participants know that they all will."""
+        if self._group is not None:
+            if self._at.owed:
+                self._group.wish("save")
+            return "save" in self._group.agreed and bool(self._group.last_vote)
+        return self._at.owed and self._inside().ranks.world == 1
+
+    def _should_stop(self, step: int) -> bool:
+        if self._group is not None:
+            if self._stop.seen:
+                self._group.wish("stop")
+            return "stop" in self._group.agreed and bool(self._group.last_vote)
+        ranks = self._inside().ranks
+        told = (
+            ranks.stop_at(step if ranks.world == 1 else step + 1) if self._stop.seen else ranks.stop_at(None)
+        )
+        return told is not None and step >= told
+
+    def _save_last(self) -> None:
+        """Save the last step, if it is not, and wait for it."""
+        step = self._at.finished
+        if self._at.saved is None or step > self._at.saved:
+            self.save(step)
+        if self._at.handle is not None:
+            self._at.handle.wait(self.settings.deadline_s * 2)
+
+    def _committed(self, commit: Commit) -> None:
+        """On the engine's thread, after a commit is acknowledged: its first writer collects."""
+        inside = self._entered
+        if inside is None or not commit.fragments:
+            return
+        if commit.fragments[0].key.endswith(f"/{inside.me}"):
+            inside.collect_soon(self.settings.keep, self._events)
+
+
+@dataclass(slots=True)
+class _Entered:
+    """What exists between entering and leaving."""
+
+    store: ObjectStore
+    ranks: Ranks
+    attempt: int
+    me: Writer
+    engine: SaveEngine
+    _janitor: threading.Thread | None = field(default=None)
+
+    def collect_soon(self, keep: Keep, events: Events) -> None:
+        """Collect on a thread of its own, one at a time: a slow delete never holds up a save."""
+        if keep.last is None or (self._janitor is not None and self._janitor.is_alive()):
+            return
+
+        def work() -> None:
+            try:
+                done = collect(self.store, keep, intent_id=uuid.uuid4().hex)
+            except FtckptError as error:
+                events(Event("gc.failed", {"error": str(error)}))
+            else:
+                steps = [at.step for at in done.victims]
+                events(Event("gc.collected", {"steps": steps, "freed_bytes": done.freed_bytes}))
+
+        self._janitor = threading.Thread(target=work, name="ftckpt-gc", daemon=True)
+        self._janitor.start()
+
+    def janitor_done(self, timeout_s: float = 60.0) -> None:
+        """Let a collection under way finish; it may be cut off, and a later one completes it."""
+        if self._janitor is not None:
+            self._janitor.join(timeout_s)
+
+
+class _StopSignal:
+    """SIGTERM and SIGUSR1 only set a flag, in the process that entered the session."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._pid = 0
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Take over the signals, when on the main thread; elsewhere they cannot be."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._pid = os.getpid()
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+
+    def remove(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self.seen = True
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+class _Leaf(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a heal state: what it is and which part of it was sent."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
+_INDEX = "#leaves"
+
+
+class _Heal:
+    """The session's state as peers exchange it. Per-rank leaves stay with their rank."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def _components(self) -> dict[str, object]:
+        return dict(self._session.state)
+
+    def save(self) -> dict[str, object]:
+        """Tensors and packed values by leaf name, aliasing live memory."""
+        session = self._session
+        inside = session._inside()  # noqa: SLF001 - one room
+        leaves = [
+            leaf
+            for leaf in capture(
+                session.state,
+                group=session._launch.group,
+                rank=inside.ranks.rank,
+                world=inside.ranks.world,  # noqa: SLF001
+            )
+            if not leaf.holding.leaf.owner
+        ]
+        tensors = [leaf for leaf in leaves if leaf.holding.leaf.kind == "tensor"]
+        index = [
+            _Leaf(h.leaf.name, h.leaf.dtype, h.leaf.shape, h.box.offset, h.box.extent)
+            for h in (leaf.holding for leaf in tensors)
+        ]
+        state: dict[str, object] = {leaf.holding.leaf.name: leaf.data for leaf in leaves}
+        state[_INDEX] = msgspec.msgpack.encode(index)
+        return state
+
+    def load(self, state: dict[str, object]) -> None:
+        """Overwrite the live state with a peer's.
+
+        Raises ``StateMismatch`` when the peer's state does not fit ours; nothing was changed.
+        """
+        session = self._session
+        inside = session._inside()  # noqa: SLF001 - one room
+        index = msgspec.msgpack.decode(_bytes(state[_INDEX]), type=list[_Leaf])
+        saved = {one.name: LeafSpec(one.name, "tensor", one.dtype, one.shape) for one in index}
+        boxes = {one.name: Box(one.offset, one.extent) for one in index}
+        trees = {
+            name: unpack(_bytes(value))
+            for name, value in state.items()
+            if name not in saved and name != _INDEX
+        }
+        goal = target(
+            {name: session.state[name] for name in trees},
+            saved,
+            trees,
+            group=session._launch.group,  # noqa: SLF001
+            rank=inside.ranks.rank,
+            world=inside.ranks.world,
+            subset=True,
+        )
+        for want in goal.wants:
+            piece, data = boxes[want.leaf.name], state[want.leaf.name]
+            region = intersect(piece, want.box)
+            assert isinstance(data, torch.Tensor)
+            if region is not None and want.box.numel:
+                raw = host_bytes(_HostLeaf(data))
+                place(want.data, want.box, piece, region, raw, want.leaf.dtype)
+        goal.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _HostLeaf:
+    """A tensor that came from a peer."""
+
+    data: torch.Tensor
+
+
+def _bytes(value: object) -> bytes:
+    assert isinstance(value, bytes), type(value)
+    return value
+
+
+def restore(
+    uri: str | os.PathLike[str],
+    state: MutableMapping[str, object] | Mapping[str, object],
+    step: int | Literal["latest"] = "latest",
+    *,
+    strict: bool = True,
+    store_options: Mapping[str, object] | None = None,
+) -> Commit:
+    """Overwrite the components in ``state`` with those of a step, once; any subset of them.
+
+    Blocks until it is done. Other components of the step are left alone, and so is the run.
+
+    Raises:
+        RunNotFound, NoCommit, StepNotFound: nothing to restore. Nothing was changed.
+        StateMismatch, CorruptError, StoreError: see ``ftckpt.errors``. Nothing was changed.
+        RestoreIncomplete: it failed on the way; the named components must not be used.
+    """
+    from ftckpt.run import Run
+
+    with Run(open_store(uri, options=store_options, allow_unconditional=True)) as run:
+        return run.restore(state, None if step == "latest" else step, strict=strict)
