@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Literal
 
 from ftckpt.attempts import (
@@ -66,7 +67,7 @@ class Caller:
 
 def this_process(groups: int = 1, nproc: int = 1) -> Caller:
     """The command that this process was started with."""
-    return Caller(tuple(sys.orig_argv), os.getcwd(), socket.gethostname(), os.getpid(), groups, nproc)
+    return Caller(tuple(sys.orig_argv), str(Path.cwd()), socket.gethostname(), os.getpid(), groups, nproc)
 
 
 def begin(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from ftckpt import errors
 from ftckpt.errors import FtckptError, SettingsDiffer, SettingsError
@@ -68,7 +69,7 @@ class Gang:
         self._group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="ftckpt-session"
         )
-        self._store: Any = dist.PrefixStore("ftckpt", dist.distributed_c10d._get_default_store())  # noqa: SLF001
+        self._store: Any = c10d.PrefixStore("ftckpt", c10d._get_default_store())  # noqa: SLF001
 
     def gather(self, mine: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]

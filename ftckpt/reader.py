@@ -38,6 +38,9 @@ class ReadSettings:
     gap_bytes: int = 64 << 10
 
 
+DEFAULT = ReadSettings()
+
+
 def read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragment:
     """One fragment of the commit at ``at``, checked against what the commit says of it.
 
@@ -119,7 +122,7 @@ def fetch(
     fetches: Sequence[Fetch],
     place: Place,
     at: Position,
-    settings: ReadSettings = ReadSettings(),
+    settings: ReadSettings = DEFAULT,
     progress: Progress | None = None,
 ) -> None:
     """Fetch, verify, decode and place chunks. Blocks until all are placed.
@@ -204,7 +207,7 @@ def _corrupt(item: Fetch, at: Position, what: str, expected: bytes, found: bytes
 
 
 def read_values(
-    store: ObjectStore, fragments: Sequence[Fragment], at: Position, settings: ReadSettings = ReadSettings()
+    store: ObjectStore, fragments: Sequence[Fragment], at: Position, settings: ReadSettings = DEFAULT
 ) -> dict[str, bytes]:
     """The packed bytes of every value leaf, by leaf name."""
     leaves = [leaf for leaf in leaf_specs(fragments).values() if leaf.kind == "value"]
@@ -225,7 +228,7 @@ def read_values(
 def verify_commit(
     store: ObjectStore,
     commit: Commit,
-    settings: ReadSettings = ReadSettings(),
+    settings: ReadSettings = DEFAULT,
     progress: Progress | None = None,
 ) -> list[CorruptError | StoreError]:
     """Read every chunk of a commit and check it; returns what is wrong (empty: nothing).

@@ -18,6 +18,7 @@ from ftckpt.layout import commit_key
 from ftckpt.manifest import Commit, Ref
 from ftckpt.plan.restore import Placement, index_chunks, plan_restore
 from ftckpt.reader import (
+    DEFAULT,
     Progress,
     ReadSettings,
     check_packs,
@@ -68,7 +69,7 @@ def restore_into(
     subset: bool = False,
     strict: bool = True,
     internal: str | None = None,
-    settings: ReadSettings = ReadSettings(),
+    settings: ReadSettings = DEFAULT,
     progress: Progress | None = None,
 ) -> Restored:
     """Overwrite ``state`` with a commit. Blocks until every byte is in place.

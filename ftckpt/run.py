@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -35,6 +35,7 @@ from ftckpt.manifest import (
 )
 from ftckpt.plan.restore import Placement, index_chunks, plan_restore
 from ftckpt.reader import (
+    DEFAULT,
     Progress,
     ReadSettings,
     check_packs,
@@ -74,7 +75,7 @@ class Problem:
 class Run:
     """A run at an address. Use as a context, or ``close`` it."""
 
-    def __init__(self, store: ObjectStore, settings: ReadSettings = ReadSettings()) -> None:
+    def __init__(self, store: ObjectStore, settings: ReadSettings = DEFAULT) -> None:
         self._store = store
         self._settings = settings
         find_run(store)
@@ -213,7 +214,7 @@ class Run:
         return problems
 
     def _verify_records(self) -> Iterator[Problem]:
-        kinds: tuple[tuple[str, type], ...] = (
+        kinds: tuple[tuple[str, Any], ...] = (
             (layout.ATTEMPTS, Claim),
             (layout.STARTS, Start),
             (layout.COMMITS, Commit),
@@ -222,7 +223,7 @@ class Run:
             (layout.PINS, Pin),
             (layout.GC, Intent),
         )
-        keys = [(layout.RUN, RunRecord)]
+        keys: list[tuple[str, Any]] = [(layout.RUN, RunRecord)]
         keys += [(info.key, kind) for prefix, kind in kinds for info in self._store.scan(prefix)]
         for key, kind in keys:
             try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 import xxhash
 
 from ftckpt.capture import LiveLeaf, as_bytes_view
@@ -77,7 +78,7 @@ def stage(leaves: Sequence[LiveLeaf], tasks: Sequence[ChunkTask], budget_bytes: 
     last, view = -1, memoryview(b"")
     for task in tasks:
         if task.holding != last:
-            last, view = task.holding, host_bytes(leaves[task.holding])
+            last, view = task.holding, host_bytes(leaves[task.holding].data)
         itemsize = holdings[task.holding].leaf.itemsize_bytes
         chunks.append(_copy(view[task.start * itemsize : task.stop * itemsize]))
     return Staged(holdings, tuple(tasks), chunks)
@@ -87,16 +88,16 @@ def _size_bytes(holdings: Sequence[Holding], task: ChunkTask) -> int:
     return (task.stop - task.start) * holdings[task.holding].leaf.itemsize_bytes
 
 
-def host_bytes(leaf: LiveLeaf) -> memoryview:
-    """The raw bytes of the local part, row-major; aliases live memory when it is contiguous on the host."""
-    if isinstance(leaf.data, bytes):
-        return memoryview(leaf.data)
-    return as_bytes_view(leaf.data.cpu().contiguous())
+def host_bytes(data: torch.Tensor | bytes) -> memoryview:
+    """The raw bytes of a local part, row-major; aliases live memory when it is contiguous on the host."""
+    if isinstance(data, bytes):
+        return memoryview(data)
+    return as_bytes_view(data.cpu().contiguous())
 
 
 def _copy(view: memoryview) -> Buffer:
     """A copy made by NumPy, which releases the GIL while it copies."""
-    return memoryview(np.frombuffer(view, np.uint8).copy()) if len(view) else b""
+    return np.frombuffer(view, np.uint8).copy().data if len(view) else b""
 
 
 def replica_digests(leaves: Sequence[LiveLeaf], holders: int) -> tuple[ReplicaDigest, ...]:
@@ -108,7 +109,7 @@ def replica_digests(leaves: Sequence[LiveLeaf], holders: int) -> tuple[ReplicaDi
         ReplicaDigest(
             leaf.holding.leaf.name,
             leaf.holding.box.offset,
-            xxhash.xxh3_128_digest(host_bytes(leaf)),
+            xxhash.xxh3_128_digest(host_bytes(leaf.data)),
         )
         for leaf in leaves
         if len(leaf.holding.ranks) * (holders if leaf.holding.every_group else 1) > 1

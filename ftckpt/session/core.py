@@ -7,21 +7,18 @@ store. Everything that goes wrong in the background is heard of at the next boun
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import msgspec
 import torch
 
 from ftckpt.attempts import find_run, read_start
 from ftckpt.begin import Begun, OnEmpty, begin, this_process
-from ftckpt.boxes import Box, intersect
-from ftckpt.capture import LiveLeaf, capture, place, reseed, target
+from ftckpt.capture import LiveLeaf, capture, reseed
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience
 from ftckpt.elastic.launch import Launch
@@ -38,18 +35,18 @@ from ftckpt.events import Event, Events, to_logging
 from ftckpt.gc import collect
 from ftckpt.guarantee import Facts, judge
 from ftckpt.layout import Writer
-from ftckpt.leaf import LeafSpec
 from ftckpt.manifest import Commit, Position, Ref
 from ftckpt.membership import Membership, alone
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
 from ftckpt.ranks import Ranks, agree, fail_together, ranks_here, tell
-from ftckpt.reader import ReadSettings
 from ftckpt.restore import read_ref, restore_into
 from ftckpt.retention import Keep
-from ftckpt.snapshot import host_bytes, replica_digests, stage
+from ftckpt.session.heal import LiveState
+from ftckpt.session.settings import Members, Settings
+from ftckpt.session.stop import StopSignal
+from ftckpt.snapshot import replica_digests, stage
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
-from ftckpt.values import unpack
 from ftckpt.writer import SaveEngine, SaveHandle, SaveJob, WriteSettings
 
 if TYPE_CHECKING:
@@ -57,106 +54,6 @@ if TYPE_CHECKING:
 
 INTERNAL = "ftckpt"
 """The component that belongs to the session itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Everything about a session that is not its address or its state; the same on all ranks."""
-
-    save_every: int | None = None
-    keep: Keep = Keep()
-    on_empty: OnEmpty = "start"
-    step: int | None = None
-    fallback: bool = False
-    stage: Literal["eager"] = "eager"
-    codec: Codec = Codec()
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    staging_bytes: int | None = None
-    run_seed: int = 0
-    derives_seeds: bool = False
-    max_failed_saves: int | None = None
-    check_replicas: bool = True
-    deadline_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        for name in ("save_every", "chunk_bytes", "staging_bytes", "max_failed_saves"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingsError(
-                    f"SettingsError: {name}={value!r} has no meaning; give a whole number of 1 or more, or None",
-                    setting=name,
-                    found=value,
-                )
-        if self.on_empty not in ("start", "error"):
-            raise SettingsError(
-                f'SettingsError: on_empty={self.on_empty!r} has no meaning; give "start" or "error"',
-                setting="on_empty",
-                found=self.on_empty,
-            )
-        if self.stage != "eager":
-            raise SettingsError(
-                f'SettingsError: stage={self.stage!r} is not known; this version stages "eager"',
-                setting="stage",
-                found=self.stage,
-            )
-        if not self.deadline_s > 0:
-            raise SettingsError(f"SettingsError: deadline_s={self.deadline_s!r} must be above zero")
-
-
-class HealState(Protocol):
-    """State as a peer gives and takes it: tensors and bytes by name."""
-
-    def save(self) -> dict[str, object]: ...
-
-    def load(self, state: dict[str, object]) -> None: ...
-
-
-class Members(Protocol):
-    """What a session asks of its membership; ``ftckpt.elastic.ReplicaGroup`` is one."""
-
-    @property
-    def launch(self) -> Launch: ...
-
-    @property
-    def incarnation(self) -> str: ...
-
-    @property
-    def membership(self) -> Membership: ...
-
-    @property
-    def finished_step(self) -> int: ...
-
-    @property
-    def last_vote(self) -> bool | None: ...
-
-    @property
-    def carries(self) -> bool: ...
-
-    @property
-    def peers_saved(self) -> int | None:
-        """The last step that any member of the quorum registered a save for."""
-        ...
-
-    @property
-    def agreed(self) -> frozenset[str]:
-        """The wishes that anybody uttered before the turn that is under way or just ended."""
-        ...
-
-    def wish(self, word: str) -> None:
-        """Utter a wish; in the next turn all members know of it, all of them at once."""
-        ...
-
-    def register_save(self, step: int) -> None: ...
-
-    def state_dict(self) -> dict[str, int]: ...
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None: ...
-
-    def open(
-        self, *, step: int, heal: HealState, attempt: int | None, on_turn: Callable[[Turn], None]
-    ) -> None: ...
-
-    def close(self, timeout_s: float = 5.0) -> None: ...
 
 
 @dataclass(slots=True)
@@ -259,7 +156,7 @@ class Session:
         self._launch = launch or (replica_group.launch if replica_group else Launch.from_env())
         self._events = events
         self._at = _Progress()
-        self._stop = _StopSignal()
+        self._stop = StopSignal()
         self._entered: _Entered | None = None
 
     # --- what a trainer sees --------------------------------------------------------------------
@@ -353,7 +250,12 @@ class Session:
         fail_together(ranks, error, "restoring")
         incarnation = str(begun["incarnation"])
         if self._group is not None:
-            self._group.open(step=self._at.finished, heal=_Heal(self), attempt=attempt, on_turn=self._at_turn)
+            self._group.open(
+                step=self._at.finished,
+                heal=LiveState(self.state, self._launch.group, ranks.rank, ranks.world),
+                attempt=attempt,
+                on_turn=self._at_turn,
+            )
             incarnation = self._group.incarnation
         me = Writer(self._launch.group, ranks.rank, incarnation)
         engine = SaveEngine(
@@ -448,7 +350,6 @@ class Session:
             rank=ranks.rank,
             world=ranks.world,
             internal=INTERNAL,
-            settings=ReadSettings(),
         )
         self._at.finished, self._at.saved, self._at.restored = commit.step, commit.step, commit
         values: Any = done.values.get(INTERNAL, {})
@@ -640,128 +541,6 @@ class _Entered:
         """Let a collection under way finish; it may be cut off, and a later one completes it."""
         if self._janitor is not None:
             self._janitor.join(timeout_s)
-
-
-class _StopSignal:
-    """SIGTERM and SIGUSR1 only set a flag, in the process that entered the session."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-    def __init__(self) -> None:
-        self.seen = False
-        self._pid = 0
-        self._before: dict[int, Any] = {}
-
-    def install(self) -> None:
-        """Take over the signals, when on the main thread; elsewhere they cannot be."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._pid = os.getpid()
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
-
-    def remove(self) -> None:
-        """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:
-            self.seen = True
-        else:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-
-class _Leaf(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a heal state: what it is and which part of it was sent."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
-
-
-_INDEX = "#leaves"
-
-
-class _Heal:
-    """The session's state as peers exchange it. Per-rank leaves stay with their rank."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def _components(self) -> dict[str, object]:
-        return dict(self._session.state)
-
-    def save(self) -> dict[str, object]:
-        """Tensors and packed values by leaf name, aliasing live memory."""
-        session = self._session
-        inside = session._inside()  # noqa: SLF001 - one room
-        leaves = [
-            leaf
-            for leaf in capture(
-                session.state,
-                group=session._launch.group,
-                rank=inside.ranks.rank,
-                world=inside.ranks.world,  # noqa: SLF001
-            )
-            if not leaf.holding.leaf.owner
-        ]
-        tensors = [leaf for leaf in leaves if leaf.holding.leaf.kind == "tensor"]
-        index = [
-            _Leaf(h.leaf.name, h.leaf.dtype, h.leaf.shape, h.box.offset, h.box.extent)
-            for h in (leaf.holding for leaf in tensors)
-        ]
-        state: dict[str, object] = {leaf.holding.leaf.name: leaf.data for leaf in leaves}
-        state[_INDEX] = msgspec.msgpack.encode(index)
-        return state
-
-    def load(self, state: dict[str, object]) -> None:
-        """Overwrite the live state with a peer's.
-
-        Raises ``StateMismatch`` when the peer's state does not fit ours; nothing was changed.
-        """
-        session = self._session
-        inside = session._inside()  # noqa: SLF001 - one room
-        index = msgspec.msgpack.decode(_bytes(state[_INDEX]), type=list[_Leaf])
-        saved = {one.name: LeafSpec(one.name, "tensor", one.dtype, one.shape) for one in index}
-        boxes = {one.name: Box(one.offset, one.extent) for one in index}
-        trees = {
-            name: unpack(_bytes(value))
-            for name, value in state.items()
-            if name not in saved and name != _INDEX
-        }
-        goal = target(
-            {name: session.state[name] for name in trees},
-            saved,
-            trees,
-            group=session._launch.group,  # noqa: SLF001
-            rank=inside.ranks.rank,
-            world=inside.ranks.world,
-            subset=True,
-        )
-        for want in goal.wants:
-            piece, data = boxes[want.leaf.name], state[want.leaf.name]
-            region = intersect(piece, want.box)
-            assert isinstance(data, torch.Tensor)
-            if region is not None and want.box.numel:
-                raw = host_bytes(_HostLeaf(data))
-                place(want.data, want.box, piece, region, raw, want.leaf.dtype)
-        goal.finish()
-
-
-@dataclass(frozen=True, slots=True)
-class _HostLeaf:
-    """A tensor that came from a peer."""
-
-    data: torch.Tensor
-
-
-def _bytes(value: object) -> bytes:
-    assert isinstance(value, bytes), type(value)
-    return value
 
 
 def restore(

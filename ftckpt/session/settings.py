@@ -1,0 +1,116 @@
+"""What a session is told besides its address and its state, and what it asks of its membership."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ftckpt.begin import OnEmpty
+from ftckpt.codec import Codec
+from ftckpt.elastic.launch import Launch
+from ftckpt.errors import SettingsError
+from ftckpt.membership import Membership
+from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES
+from ftckpt.retention import Keep
+from ftckpt.slots import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything about a session that is not its address or its state; the same on all ranks."""
+
+    save_every: int | None = None
+    keep: Keep = Keep()
+    on_empty: OnEmpty = "start"
+    step: int | None = None
+    fallback: bool = False
+    stage: Literal["eager"] = "eager"
+    codec: Codec = Codec()
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    staging_bytes: int | None = None
+    run_seed: int = 0
+    derives_seeds: bool = False
+    max_failed_saves: int | None = None
+    check_replicas: bool = True
+    deadline_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "chunk_bytes", "staging_bytes", "max_failed_saves"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SettingsError(
+                    f"SettingsError: {name}={value!r} has no meaning; give a whole number of 1 or more, or None",
+                    setting=name,
+                    found=value,
+                )
+        if self.on_empty not in ("start", "error"):
+            raise SettingsError(
+                f'SettingsError: on_empty={self.on_empty!r} has no meaning; give "start" or "error"',
+                setting="on_empty",
+                found=self.on_empty,
+            )
+        if self.stage != "eager":
+            raise SettingsError(
+                f'SettingsError: stage={self.stage!r} is not known; this version stages "eager"',
+                setting="stage",
+                found=self.stage,
+            )
+        if not self.deadline_s > 0:
+            raise SettingsError(f"SettingsError: deadline_s={self.deadline_s!r} must be above zero")
+
+
+class HealState(Protocol):
+    """State as a peer gives and takes it: tensors and bytes by name."""
+
+    def save(self) -> dict[str, object]: ...
+
+    def load(self, state: dict[str, object]) -> None: ...
+
+
+class Members(Protocol):
+    """What a session asks of its membership; ``ftckpt.elastic.ReplicaGroup`` is one."""
+
+    @property
+    def launch(self) -> Launch: ...
+
+    @property
+    def incarnation(self) -> str: ...
+
+    @property
+    def membership(self) -> Membership: ...
+
+    @property
+    def finished_step(self) -> int: ...
+
+    @property
+    def last_vote(self) -> bool | None: ...
+
+    @property
+    def carries(self) -> bool: ...
+
+    @property
+    def peers_saved(self) -> int | None:
+        """The last step that any member of the quorum registered a save for."""
+        ...
+
+    @property
+    def agreed(self) -> frozenset[str]:
+        """The wishes that anybody uttered before the turn that is under way or just ended."""
+        ...
+
+    def wish(self, word: str) -> None:
+        """Utter a wish; in the next turn all members know of it, all of them at once."""
+        ...
+
+    def register_save(self, step: int) -> None: ...
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None: ...
+
+    def open(
+        self, *, step: int, heal: HealState, attempt: int | None, on_turn: Callable[[Turn], None]
+    ) -> None: ...
+
+    def close(self, timeout_s: float = 5.0) -> None: ...
