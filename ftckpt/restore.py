@@ -33,12 +33,14 @@ from ftckpt.values import unpack
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore did. ``notes`` say what it let pass because it was asked to, or had to."""
+    """What a restore did. ``notes`` say what it let pass because it was asked to, or had to.
+    ``rng_restored``: the random generators go on where they were saved."""
 
     commit: Commit
     notes: tuple[str, ...]
     values: Mapping[str, object]
     fetched_bytes: int
+    rng_restored: bool
 
 
 def read_ref(store: ObjectStore, ref: Ref) -> Commit:
@@ -117,4 +119,10 @@ def restore_into(
             step=at.step,
         ) from error
     goal.finish()
-    return Restored(commit, goal.notes, values, sum(item.chunk.size for item in fetches))
+    return Restored(
+        commit,
+        goal.notes,
+        values,
+        sum(item.chunk.size for item in fetches),
+        rng_restored=any(component == "rng" for _, component, _ in goal.steps),
+    )

@@ -57,7 +57,7 @@ class WriteSettings:
     packs_in_flight: int = 3
     encode_threads: int = 2
     patience: Patience = Patience()
-    drop_backlog: int = 2
+    backlog: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class SaveEngine:
         self._gone: frozenset[str] = frozenset()
         self._jobs: queue.Queue[tuple[SaveJob, SaveHandle] | None] = queue.Queue()
         self._waiting = 0
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._outcome = Outcome()
         self._thread: threading.Thread | None = None
 
@@ -163,13 +163,18 @@ class SaveEngine:
         return self._waiting
 
     def submit(self, job: SaveJob) -> SaveHandle:
-        """Hand over a save; returns at once. With ``drop_backlog`` saves still under way the new one
-        is given up for all participants: training is faster than the store.
+        """Hand over a save; returns at once while fewer than ``backlog`` are under way.
+
+        Otherwise the store is slower than the saves come: waits until one has ended, up to the
+        deadline, and then gives the new one up for all participants.
         """
         handle = SaveHandle(job.expected.at.step)
-        with self._lock:
-            if self._waiting >= self._settings.drop_backlog and job.snapshot is not None:
-                trouble = f"{self._waiting} earlier saves are still being written"
+        limit, deadline_s = self._settings.backlog, self._settings.patience.deadline_s
+        with self._changed:
+            if self._waiting >= limit:
+                self._events(Event("save.waiting", {"step": handle.step, "under_way": self._waiting}))
+            if not self._changed.wait_for(lambda: self._waiting < limit, deadline_s):
+                trouble = f"{self._waiting} earlier saves have not ended after {deadline_s:g} s"
                 job = replace(job, snapshot=None, trouble=trouble)
             self._waiting += 1
         self._jobs.put((job, handle))
@@ -189,7 +194,7 @@ class SaveEngine:
 
     def outcome(self) -> Outcome:
         """What became of the saves since the last call; errors are handed out once."""
-        with self._lock:
+        with self._changed:
             now = replace(self._outcome)
             self._outcome.errors = []
         return now
@@ -214,21 +219,23 @@ class SaveEngine:
             try:
                 commit = self._save(job)
             except BaseException as error:
-                with self._lock:
+                with self._changed:
                     self._outcome.failed_in_row += 0 if isinstance(error, Fenced) else 1
                     self._outcome.errors.append(error)
                     if isinstance(error, Fenced):
                         self._outcome.fenced = error
                     self._waiting -= 1
+                    self._changed.notify_all()
                 self._events(
                     Event("save.failed", {"step": handle.step, "error": str(error).splitlines()[0][:500]})
                 )
                 handle._future.set_exception(error)  # noqa: SLF001 - the two are one thing
             else:
-                with self._lock:
+                with self._changed:
                     self._outcome.last = commit
                     self._outcome.failed_in_row = 0
                     self._waiting -= 1
+                    self._changed.notify_all()
                 handle._future.set_result(commit)  # noqa: SLF001
 
     def _save(self, job: SaveJob) -> Commit:
