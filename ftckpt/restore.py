@@ -34,7 +34,8 @@ from ftckpt.values import unpack
 @dataclass(frozen=True, slots=True)
 class Restored:
     """What a restore did. ``notes`` say what it let pass because it was asked to, or had to.
-    ``rng_restored``: the random generators go on where they were saved."""
+    ``rng_restored``: the random generators go on where they were saved.
+    """
 
     commit: Commit
     notes: tuple[str, ...]
