@@ -27,6 +27,7 @@ from ftckpt.errors import (
     StoreFull,
     StoreTimeout,
     StoreUnavailable,
+    UnsafeStore,
 )
 from ftckpt.store.api import Buffer, ByteRange, ObjectInfo
 from ftckpt.store.keys import check_key, check_prefix, is_below, view
@@ -302,6 +303,12 @@ def _translated(
         return StoreTimeout(f"{what}: no answer in time{at}; it may have taken effect", **facts)
     if isinstance(error, ConnectionError) or names & _BROKEN_NAMES:
         return StoreUnavailable(f"{what}: the connection broke{at} ({answer})", **facts)
+    if status == 501:
+        return UnsafeStore(
+            f"{what}: the server does not know this kind of request{at} ({answer})\n  ftckpt needs "
+            "conditional puts (If-None-Match) to make commits exclusive",
+            **facts,
+        )
     if status is not None and (status in (409, 429) or status >= 500):
         return StoreUnavailable(f"{what}: the server could not serve it{at} ({answer})", **facts)
     return StoreError(f"{what}: {answer}{at}", **facts)

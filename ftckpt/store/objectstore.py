@@ -162,9 +162,9 @@ class ObjectStorage:
                 uri=self._uri,
                 size_bytes=size_bytes,
             )
-        if refusal is not None:
+        if refusal is not None and refusal.facts["status"] is not None:
             raise refusal
-        return body
+        return body  # too short, and not for want of bytes: ``read`` says so
 
     def _listing(self, prefix: str) -> list[ObjectInfo]:
         pages = obstore.list(self._inner, prefix or None, chunk_size=1000)
@@ -196,6 +196,7 @@ class ObjectStorage:
                 where=self._where,
                 secrets=self._secrets,
                 conflict_means_exists=not isinstance(self._inner, S3Store),
+                worked_before=self._bucket_seen,
             )
         else:
             self._bucket_seen = True
@@ -305,7 +306,8 @@ _CREDENTIAL_CODES = frozenset(
 )
 _BUCKET_CODES = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
-_NO_SERVER = "169.254.169.254"
+_MACHINE_CREDENTIALS = "http://169.254.169.254/"
+"""Where a client without keys asks the cloud machine that it runs on."""
 
 
 def _translated(
@@ -317,6 +319,7 @@ def _translated(
     where: str,
     secrets: Sequence[str],
     conflict_means_exists: bool,
+    worked_before: bool,
 ) -> StoreError:
     text = str(error)
     head, _, debug = text.partition("\n\nDebug source:")
@@ -337,7 +340,9 @@ def _translated(
             "or make the bucket first",
             **facts,
         )
-    if _NO_SERVER in head or (isinstance(error, UnauthenticatedError) and status is None):
+    if _MACHINE_CREDENTIALS in head and worked_before:
+        return StoreUnavailable(f"{what}: the machine's credentials could not be renewed", **facts)
+    if _MACHINE_CREDENTIALS in head or (isinstance(error, UnauthenticatedError) and status is None):
         return AccessDenied(
             f"{what}: no credentials were found\n  nothing was sent; set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or give them in store_options",

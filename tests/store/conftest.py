@@ -25,6 +25,8 @@ class Place:
 
     open: Callable[[], ObjectStore]
     exclusive: bool = True
+    races: int = 20
+    """``weed`` lets a loser of a crowded race wait for a second now and then, so fewer there."""
 
 
 def _retrying(inner: ObjectStore) -> ObjectStore:
@@ -41,11 +43,11 @@ def place(request, tmp_path) -> Place:
             return Place(lambda: open_store(f"memory://{name}"))
         case "s3":
             weed = request.getfixturevalue("weed")
-            return Place(lambda: open_store(weed.uri(f"{name}/r1"), environ=weed.env))
+            return Place(lambda: open_store(weed.uri(f"{name}/r1"), environ=weed.env), races=3)
         case "s3fs":
             weed = request.getfixturevalue("weed")
             uri = f"fsspec+{weed.uri(f'{name}/r1')}"
-            return Place(lambda: open_store(uri, environ=weed.env))
+            return Place(lambda: open_store(uri, environ=weed.env), races=3)
         case "fsspec":
             uri = f"fsspec+file://{tmp_path}/runs/r1"
             return Place(lambda: open_store(uri, allow_unconditional=True), exclusive=False)

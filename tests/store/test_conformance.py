@@ -175,21 +175,24 @@ TRICKS = [
 ]
 
 
-@pytest.mark.parametrize("key", [*TRICKS, "x" * 201, "y/" * 450 + "y"])
-def test_a_key_that_could_leave_the_prefix_is_refused_by_every_call(store, key):
-    calls = [
-        lambda: store.create(key, b"x"),
-        lambda: store.read(key),
-        lambda: store.size(key),
-        lambda: store.delete(["fine", key]),
-    ]
-    if key:
-        calls.append(lambda: list(store.scan(key)))
+TOO_LONG = ["x" * 201, "y/" * 450 + "y"]
 
-    for call in calls:
-        with pytest.raises(StoreError, match="not a key") as caught:
-            call()
-        assert not caught.value.retryable
+
+def test_a_key_that_could_leave_the_prefix_is_refused_by_every_call(store):
+    for key in (*TRICKS, *TOO_LONG):
+        calls = [
+            lambda key=key: store.create(key, b"x"),
+            lambda key=key: store.read(key),
+            lambda key=key: store.size(key),
+            lambda key=key: store.delete(["fine", key]),
+        ]
+        if key:
+            calls.append(lambda key=key: list(store.scan(key)))
+
+        for call in calls:
+            with pytest.raises(StoreError, match="not a key") as caught:
+                call()
+            assert not caught.value.retryable
     assert keys_of(store) == []
 
 
@@ -215,7 +218,7 @@ def test_of_eight_creators_of_one_key_exactly_one_wins(place):
         pytest.skip("this one is for a single writer, and says so")
     stores = [place.open() for _ in range(8)]
 
-    for round_number in range(10):
+    for round_number in range(place.races):
         key = f"commits/{round_number}"
         start = threading.Barrier(8)
 
@@ -251,7 +254,7 @@ def test_a_reader_sees_all_of_an_object_or_none(place):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    for _ in range(5):
+    for _ in range(3):
         writer.create("a/big", body)
         writer.delete(["a/big"])
     done.set()
@@ -267,7 +270,7 @@ def test_the_probe_agrees_and_leaves_nothing_behind(place):
             probe(store)
         return
 
-    probe(store, rounds=2)
+    probe(store, rounds=1)
 
     assert store.conditional_create
     assert keys_of(store) == []
