@@ -1,0 +1,29 @@
+"""Capture: a trainer's live state as leaves, and saved leaves as live state again.
+
+The only room that touches torch modules, optimizers and DTensors. It knows what state *is*; it
+refuses to know stores, chunks, threads and time. ``capture`` gives leaves; ``target`` gives wants
+and, once a reader has filled them with ``place``, ``Target.finish`` does the rest.
+"""
+
+from __future__ import annotations
+
+from ftckpt.capture.marks import Frozen, OnResize, PerRank
+from ftckpt.capture.restoring import Target, target
+from ftckpt.capture.rng import reseed
+from ftckpt.capture.saving import capture
+from ftckpt.capture.tensors import as_bytes_view, place
+from ftckpt.capture.tree import LiveLeaf, Want
+
+__all__ = [
+    "Frozen",
+    "PerRank",
+    "OnResize",
+    "LiveLeaf",
+    "capture",
+    "Want",
+    "Target",
+    "target",
+    "as_bytes_view",
+    "place",
+    "reseed",
+]

@@ -1,0 +1,104 @@
+"""The components of a state: their names, marks and kinds, alike for a save and a restore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ftckpt import values
+from ftckpt.capture import rng
+from ftckpt.capture.marks import Frozen, PerRank
+from ftckpt.capture.modules import ModuleView, view_module
+from ftckpt.capture.optimizers import ParameterNames, is_plain_optimizer, owned_ids
+from ftckpt.errors import UnsupportedValue
+
+Kind = Literal["module", "optimizer", "scheduler", "object", "tree"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Component:
+    """One named object of the state, taken out of its marks. ``name`` is escaped, ready for leaves."""
+
+    name: str
+    value: Any
+    kind: Kind
+    frozen: bool
+    per_rank: PerRank[Any] | None
+    holder: Frozen[Any] | PerRank[Any] | MutableMapping[str, object] | None
+    key: str
+
+    @property
+    def can_replace(self) -> bool:
+        return self.holder is not None
+
+    def replace(self, value: object) -> None:
+        """Put another object in its place: into its mark, or into the state itself."""
+        if isinstance(self.holder, (Frozen, PerRank)):
+            self.holder.value = value
+        else:
+            assert self.holder is not None, self.name
+            self.holder[self.key] = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Survey:
+    """All components, with what has to be known about modules before optimizers make sense."""
+
+    components: tuple[Component, ...]
+    views: Mapping[str, ModuleView]
+    names: ParameterNames
+    owned: frozenset[int]
+
+
+def survey(state: Mapping[str, object]) -> Survey:
+    """Look at a state once. The only thing it runs is ``state_dict()`` of modules.
+
+    Raises:
+        UnsupportedValue: a component whose name or class cannot be saved.
+    """
+    components = tuple(_component(state, key, value) for key, value in state.items())
+    views = {c.name: view_module(c.name, c.value) for c in components if c.kind == "module"}
+    optimizers = [c.value for c in components if isinstance(c.value, torch.optim.Optimizer)]
+    owned = frozenset(key for optimizer in optimizers for key in owned_ids(optimizer))
+    return Survey(components, views, ParameterNames(list(views.values())), owned)
+
+
+def _component(state: Mapping[str, object], key: object, value: Any) -> Component:
+    if type(key) is not str or key == rng.COMPONENT:
+        reserved = f"the name {key!r} is taken by the random number generators, which are always saved"
+        raise UnsupportedValue(
+            f"cannot save component {key!r}: "
+            f"{reserved if key == rng.COMPONENT else 'names of components are str'}\n"
+            "  nothing was written or changed\n"
+            "  give the component another name",
+            leaf=str(key),
+        )
+    values.check(key, leaf=f"(component {key!r})")
+    holder: Any = state if isinstance(state, MutableMapping) else None
+    frozen, per_rank = False, None
+    while isinstance(value, (Frozen, PerRank)):
+        if isinstance(value, PerRank):
+            if per_rank is not None:
+                values.refuse(value, values.path_part(key), "a PerRank inside a PerRank")
+            per_rank = value
+        else:
+            frozen = True
+        holder, value = value, value.value
+    return Component(values.path_part(key), value, kind_of(value), frozen, per_rank, holder, key)
+
+
+def kind_of(value: object) -> Kind:
+    """How the state of a component is asked for."""
+    if isinstance(value, nn.Module):
+        return "module"
+    if is_plain_optimizer(value):
+        return "optimizer"
+    if isinstance(value, LRScheduler):
+        return "scheduler"
+    has_both = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    return "object" if has_both and not isinstance(value, type) else "tree"

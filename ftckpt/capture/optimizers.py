@@ -1,0 +1,236 @@
+"""Optimizers: state by the names of parameters, never by position.
+
+Knows ``param_groups`` and ``state``, and reads and writes them directly: ``Optimizer.state_dict`` is
+positional, and ``load_state_dict`` casts moments to the dtype of their parameters. A name comes from
+the identity of a parameter over all captured modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ftckpt import values
+from ftckpt.capture.modules import ModuleView
+from ftckpt.capture.sharding import Where, fresh_like, local_of
+from ftckpt.capture.tensors import fresh_tensor
+from ftckpt.capture.tree import OPTIMIZERS, Draft, Filling, Fresh, Inflating, Within, flatten, malformed
+from ftckpt.errors import UnsupportedValue
+from ftckpt.leaf import LeafSpec
+
+_KEPT_LIVE = frozenset({"params", "param_names"})
+"""Entries of a group that a restore leaves alone: the live parameters and their order."""
+
+
+class ParameterNames:
+    """``component.fqn`` of every parameter of the captured modules, by identity."""
+
+    def __init__(self, views: Sequence[ModuleView]) -> None:
+        self._views = views  # keeps the parameters alive, so that their ids stay theirs
+        self._by_id: dict[int, str] = {}
+        for view in views:
+            for key, (name, _) in view.parameters.items():
+                self._by_id.setdefault(key, name)
+
+    def group(self, component: str, optimizer: Optimizer, index: int) -> list[str]:
+        """The names of the parameters of one group, in its order."""
+        parameters = optimizer.param_groups[index]["params"]
+        return [
+            self.of(parameter, f"{component}.param_groups.{index}.params.{place}")
+            for place, parameter in enumerate(parameters)
+        ]
+
+    def of(self, parameter: torch.Tensor, where: str) -> str:
+        name = self._by_id.get(id(parameter))
+        if name is None:
+            raise UnsupportedValue(
+                f"cannot save {where}: a parameter of shape {tuple(parameter.shape)} that belongs to no captured module\n"
+                "  an optimizer's state goes by the names of its parameters, and this one has none\n"
+                "  nothing was written or changed; earlier commits are untouched\n"
+                "  put the module that owns it into the state as well",
+                leaf=where,
+                shape=tuple(parameter.shape),
+            )
+        return name
+
+
+def is_plain_optimizer(value: object) -> bool:
+    """An optimizer whose whole state is ``state`` and ``param_groups``. One that overrides
+    ``state_dict`` has more to say, and is asked for it like any other object.
+    """
+    return isinstance(value, Optimizer) and type(value).state_dict is Optimizer.state_dict
+
+
+def owned_ids(optimizer: Optimizer) -> Iterator[int]:
+    """The ids of the parameters that only this optimizer's steps change."""
+    return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def capture_optimizer(
+    draft: Draft, component: str, optimizer: Optimizer, names: ParameterNames, within: Within
+) -> Any:
+    """The tree ``{"state": {parameter: …}, "other": {key: …}, "param_groups": […]}``."""
+    groups: list[Any] = []
+    state: dict[str, Any] = {}
+    other: dict[Any, Any] = {}
+    live: dict[Any, Any] = optimizer.state  # some optimizers keep entries under keys that are no tensors
+    for index, group in enumerate(optimizer.param_groups):
+        path = f"{component}.param_groups.{index}"
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        groups.append(
+            flatten(draft, component, path, hyper, within)
+            | {"params": names.group(component, optimizer, index)}
+        )
+    for key, value in live.items():
+        if isinstance(key, torch.Tensor):
+            name = names.of(key, f"{component}.state.(a parameter in no group)")
+            if value:  # reading an absent one leaves an empty one behind
+                path = f"{component}.state.{name}"
+                _refuse_local_shapes(key, value, path, draft.where)
+                state[name] = flatten(draft, component, path, value, within, lazy=True)
+        else:
+            path = values.joined(f"{component}.other", key)
+            other[key] = flatten(draft, component, path, value, within)
+    return {"state": state, "other": other, "param_groups": groups}
+
+
+def fill_optimizer(
+    filling: Filling, component: str, optimizer: Optimizer, names: ParameterNames, tree: Any
+) -> None:
+    """Want every state tensor, in place where it exists; hyper-parameters follow in ``finish``."""
+    if not isinstance(tree, dict) or not {"state", "other", "param_groups"} <= set(tree):
+        malformed(component, "an optimizer's tree lacks its parts")
+    saved_groups = tree["param_groups"]
+    if len(saved_groups) != len(optimizer.param_groups):
+        filling.changed.append(
+            f"{component}.param_groups: {len(saved_groups)} saved, {len(optimizer.param_groups)} live"
+        )
+        return
+    for index, (saved, group) in enumerate(zip(saved_groups, optimizer.param_groups, strict=True)):
+        live_names = names.group(component, optimizer, index)
+        _compare_group(filling, component, index, saved["params"], live_names)
+        _fill_group(filling, component, index, saved, group)
+        known = set(saved["params"])
+        for name, parameter in zip(live_names, group["params"], strict=True):
+            if name in known:
+                _fill_state(filling, component, optimizer, parameter, name, tree["state"].get(name), saved)
+    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    _fill_ungrouped(filling, component, optimizer, tree["other"], grouped)
+
+
+def _compare_group(
+    filling: Filling, component: str, index: int, saved: Sequence[str], live: Sequence[str]
+) -> None:
+    path = f"{component}.param_groups.{index}"
+    missing = [f"{path}: {name}" for name in live if name not in set(saved)]
+    extra = [f"{path}: {name}" for name in saved if name not in set(live)]
+    if filling.strict:
+        filling.missing += missing
+        filling.extra += extra
+    else:
+        filling.notes += [f"begins anew, not in the checkpoint: {name}" for name in missing]
+        filling.notes += [f"in the checkpoint, not wanted here: {name}" for name in extra]
+
+
+def _fill_group(
+    filling: Filling, component: str, index: int, saved: Mapping[str, Any], group: dict[str, Any]
+) -> None:
+    """Set all saved hyper-parameters. One that only the live group has (a newer torch's) stays."""
+    path = f"{component}.param_groups.{index}"
+    inflating = Inflating(filling, component, OPTIMIZERS, True, _fresh_hyper)
+    hyper = {
+        key: inflating.walk(node, group.get(key), values.joined(path, key), key)
+        for key, node in saved.items()
+        if key not in _KEPT_LIVE
+    }
+    filling.notes += [
+        f"kept as it is, not in the checkpoint: {values.joined(path, key)}"
+        for key in group
+        if key not in saved and key not in _KEPT_LIVE
+    ]
+    filling.then(OPTIMIZERS, component, lambda: group.update(hyper))
+
+
+def _fill_state(
+    filling: Filling,
+    component: str,
+    optimizer: Optimizer,
+    parameter: torch.Tensor,
+    name: str,
+    saved: Any,
+    group: Mapping[str, Any],
+) -> None:
+    if saved is None:  # never stepped when it was saved: whatever state it has now is stale
+        filling.then(OPTIMIZERS, component, lambda: _drop(optimizer, parameter))
+        return
+    inflating = Inflating(filling, component, OPTIMIZERS, True, _fresh_state(parameter, group))
+    built = inflating.walk(saved, dict(optimizer.state.get(parameter, {})), f"{component}.state.{name}")
+
+    def put() -> None:
+        optimizer.state[parameter] = built
+
+    filling.then(OPTIMIZERS, component, put)
+
+
+def _fill_ungrouped(
+    filling: Filling, component: str, optimizer: Optimizer, other: Mapping[Any, Any], grouped: set[int]
+) -> None:
+    """State under keys of the optimizer's own; and what belongs to no group any more goes."""
+    inflating = Inflating(filling, component, OPTIMIZERS, True, _fresh_hyper)
+    state: dict[Any, Any] = optimizer.state
+    live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    built = {
+        key: inflating.walk(node, live.get(key), values.joined(f"{component}.other", key), key)
+        for key, node in other.items()
+    }
+
+    def put() -> None:
+        for key in [k for k in state if id(k) not in grouped]:
+            del state[key]
+        state.update(built)
+
+    filling.then(OPTIMIZERS, component, put)
+
+
+def _drop(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    optimizer.state.pop(parameter, None)
+
+
+def _fresh_state(parameter: torch.Tensor, group: Mapping[str, Any]) -> Fresh:
+    def make(spec: LeafSpec, _live: object, key: object) -> torch.Tensor:
+        if key == "step":  # as torch has it
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            return fresh_tensor(spec.shape, spec.dtype, parameter.device if on_device else "cpu")
+        if spec.shape == tuple(parameter.shape):
+            return fresh_like(parameter, spec.dtype)
+        return fresh_tensor(spec.shape, spec.dtype, parameter.device)
+
+    return make
+
+
+def _fresh_hyper(spec: LeafSpec, live: object, _key: object) -> torch.Tensor:
+    device = live.device if isinstance(live, torch.Tensor) else "cpu"
+    return fresh_tensor(spec.shape, spec.dtype, device)
+
+
+def _refuse_local_shapes(parameter: torch.Tensor, state: Any, path: str, where: Where) -> None:
+    """A plain tensor that has the shape of this rank's part only is not the same on every rank."""
+    if not isinstance(parameter, DTensor) or where.world == 1 or not isinstance(state, Mapping):
+        return
+    local = local_of(parameter).shape
+    for key, value in state.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+            and value.shape == local != parameter.shape
+        ):
+            values.refuse(
+                value,
+                values.joined(path, key),
+                f"a plain tensor {tuple(value.shape)} for a parameter sharded from {tuple(parameter.shape)}: "
+                "each rank has another part, and nothing says which",
+            )

@@ -1,0 +1,218 @@
+"""From saved leaves back into a live state: what to read where, and what to do once it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftckpt.capture import rng as generators
+from ftckpt.capture.components import Component, Survey, survey
+from ftckpt.capture.marks import PerRank
+from ftckpt.capture.modules import fill_module
+from ftckpt.capture.optimizers import fill_optimizer
+from ftckpt.capture.sharding import Where
+from ftckpt.capture.tree import (
+    GENERATORS,
+    MODULES,
+    NOT_OURS,
+    OBJECTS,
+    SCHEDULERS,
+    Filling,
+    Inflating,
+    Want,
+    fresh_plain,
+    malformed,
+    own_tree,
+)
+from ftckpt.errors import RestoreIncomplete, StateMismatch, WorldSizeMismatch
+from ftckpt.leaf import LeafSpec
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A restore that is ready to be filled.
+
+    ``wants``: what to read, and the memory to read it into; until a reader does, nothing live has
+    changed. ``notes``: what is not restored although it was asked for, and why that was allowed.
+    """
+
+    wants: tuple[Want, ...]
+    notes: tuple[str, ...]
+    steps: tuple[tuple[int, str, Callable[[], None]], ...]
+
+    def finish(self) -> None:
+        """Apply the rest, once, after every want was filled: plain values, containers, extra state,
+        hyper-parameters, ``load_state_dict`` of objects, then of schedulers, generators last.
+
+        Raises:
+            RestoreIncomplete: a component did not take its state. Facts: ``components``, it and
+                those that come after it.
+        """
+        ordered = sorted(self.steps, key=lambda step: step[0])
+        for done, (_, component, step) in enumerate(ordered):
+            try:
+                step()
+            except Exception as error:
+                left = tuple(dict.fromkeys(name for _, name, _ in ordered[done:]))
+                raise RestoreIncomplete(
+                    f"component {component} did not take its saved state: {type(error).__name__}: {error}\n"
+                    f"  restored only in part: {', '.join(left)}; the checkpoint is untouched\n"
+                    "  do not train on: mend the component and restore again",
+                    components=left,
+                ) from error
+
+
+def target(
+    state: Mapping[str, object],
+    saved: Mapping[str, LeafSpec],
+    trees: Mapping[str, object],
+    *,
+    group: str = "g0",
+    rank: int = 0,
+    world: int = 1,
+    subset: bool = False,
+    strict: bool = True,
+    rng: bool | None = None,
+) -> Target:
+    """Compare a live state with a saved one and say what has to be read where.
+
+    ``saved``: the specs of all tensor leaves by name. ``trees``: the unpacked value leaves by name;
+    of ``PerRank`` values those of all owners (``name@group.rank``). Tensors may be taken from any
+    mesh to any other. ``subset``: components that are saved but not live are left out in silence,
+    and generators are left alone unless ``rng=True``. ``strict=False``: missing and extra components
+    and leaves become notes; other dtypes and shapes are errors always.
+
+    Call it on every rank, on the trainer's thread. Changes nothing live, except that FSDP2 modules go
+    back to their shards and objects are asked for their ``state_dict()``.
+
+    Raises:
+        WorldSizeMismatch: ``PerRank`` state was saved by other ranks.
+        StateMismatch: facts ``missing``, ``extra``, ``changed``, all names.
+    """
+    where = Where(group, rank, world)
+    seen = survey(state)
+    filling = Filling(where, saved, trees, strict)
+    names = {key.partition("@")[0] for key in trees}
+    stored = {name for name in names if "." not in name} - {generators.COMPONENT}
+    _compare(filling, {c.name for c in seen.components}, stored, subset=subset)
+    for component in seen.components:
+        if component.name in stored:
+            _fill(filling, seen, component)
+    if rng if rng is not None else not subset:
+        _fill_generators(filling)
+    _complain(filling)
+    return Target(tuple(filling.wants), tuple(filling.notes), tuple(filling.steps))
+
+
+def _compare(filling: Filling, live: set[str], stored: set[str], *, subset: bool) -> None:
+    missing = [f"{name} (a whole component)" for name in sorted(live - stored)]
+    extra = [] if subset else [f"{name} (a whole component)" for name in sorted(stored - live)]
+    if filling.strict:
+        filling.missing += missing
+        filling.extra += extra
+    else:
+        filling.notes += [f"kept as it is, not in the checkpoint: {name}" for name in missing]
+        filling.notes += [f"in the checkpoint, not wanted here: {name}" for name in extra]
+
+
+def _fill(filling: Filling, seen: Survey, component: Component) -> None:
+    name, mark = component.name, component.per_rank
+    if (name in filling.trees) is (mark is not None):
+        saved, live = ("common to all ranks", "marked PerRank") if mark else ("PerRank", "not marked so")
+        filling.changed.append(f"{name}: saved as {saved}, live is {live}")
+        return
+    record = filling.trees.get(name)
+    if mark is not None:
+        record = own_tree(filling, name, mark, name, lambda record: _merging(filling, component, record))
+        if record is NOT_OURS:
+            return
+    tree = _tree_of(component, record, filling)
+    if tree is NOT_OURS:
+        return
+    if component.kind == "module":
+        fill_module(filling, seen.views[name], tree)
+    elif component.kind == "optimizer":
+        fill_optimizer(filling, name, component.value, seen.names, tree)
+    elif component.kind == "tree":
+        _fill_tree(filling, component, tree)
+    else:
+        phase = SCHEDULERS if component.kind == "scheduler" else OBJECTS
+        live = component.value.state_dict()
+        loaded = Inflating(filling, name, phase, False, fresh_plain).walk(tree, live, name)
+        filling.then(phase, name, lambda: component.value.load_state_dict(loaded))
+
+
+def _fill_tree(filling: Filling, component: Component, tree: Any) -> None:
+    name = component.name
+    built = Inflating(filling, name, MODULES, True, fresh_plain).walk(tree, component.value, name)
+    if built is component.value:
+        return
+    if component.can_replace:
+        filling.then(MODULES, name, lambda: component.replace(built))
+    elif built != component.value:
+        filling.changed.append(
+            f"{name}: cannot be changed in place, and the state given is no dict to put it into"
+        )
+
+
+def _merging(filling: Filling, component: Component, record: Any) -> Any:
+    tree = _tree_of(component, record, filling)
+    return Inflating(filling, component.name, OBJECTS, False, fresh_plain).walk(tree, None, component.name)
+
+
+def _tree_of(component: Component, record: Any, filling: Filling) -> Any:
+    if not isinstance(record, dict) or set(record) < {"kind", "tree"}:
+        malformed(component.name, "no kind and tree")
+    if record["kind"] != component.kind:
+        filling.changed.append(f"{component.name}: saved as {record['kind']}, live is {component.kind}")
+        return NOT_OURS
+    return record["tree"]
+
+
+def _fill_generators(filling: Filling) -> None:
+    name = generators.COMPONENT
+    if not filling.owners(name):
+        filling.notes.append("random number generators are not in the checkpoint and go on as they are")
+        return
+    record = own_tree(filling, name, PerRank(None, on_resize="reseed"), name, lambda record: record)
+    if record is NOT_OURS:
+        return
+    if not isinstance(record, dict) or not isinstance(record.get("tree"), dict):
+        malformed(name, "no tree")
+    state = record["tree"]
+    if not generators.same_devices(state):
+        filling.notes.append(
+            "the generators of CUDA devices go on as they are: saved on another number of devices"
+        )
+    filling.then(GENERATORS, name, lambda: generators.resume_generators(state))
+
+
+def _complain(filling: Filling) -> None:
+    if filling.resized:
+        raise WorldSizeMismatch(
+            "per-rank state was saved by other ranks than those that ask for it\n"
+            f"{_listed('', filling.resized)}"
+            "  nothing was changed; the checkpoint is untouched\n"
+            "  resume with the same groups and ranks, or mark it PerRank(x, on_resize='merge') or 'reseed'",
+            leaves=tuple(filling.resized),
+        )
+    if filling.missing or filling.extra or filling.changed:
+        raise StateMismatch(
+            "the live state does not fit the saved one\n"
+            f"{_listed('live, not saved: ', filling.missing)}"
+            f"{_listed('saved, not live: ', filling.extra)}"
+            f"{_listed('differs: ', filling.changed)}"
+            "  nothing was changed; the checkpoint is untouched\n"
+            "  build the state as it was when saved, or allow missing and extra names with strict=False",
+            missing=tuple(filling.missing),
+            extra=tuple(filling.extra),
+            changed=tuple(filling.changed),
+        )
+
+
+def _listed(label: str, lines: Sequence[str]) -> str:
+    shown = "".join(f"  {label}{line}\n" for line in lines[:_SHOWN])
+    return shown + (f"  {label}… and {len(lines) - _SHOWN} more\n" if len(lines) > _SHOWN else "")

@@ -1,0 +1,129 @@
+"""Tensors as bytes: which can be saved, their raw bytes, and putting raw bytes back bit for bit.
+
+Knows memory: dtypes, strides, storage. Refuses to know names of state, ranks and sharding. Elements
+are only ever moved as integers of their size, so that no NaN is quieted and no bit is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from ftckpt.boxes import Box
+from ftckpt.leaf import ITEMSIZE_BYTES
+from ftckpt.values import refuse
+
+_AS_INTEGER: dict[int, torch.dtype] = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.int64,  # two of them: a last dimension of 2
+}
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def require_plain(tensor: torch.Tensor, leaf: str) -> torch.Tensor:
+    """The tensor detached, sharing its memory, with lazy conjugation and negation made real.
+
+    Raises:
+        UnsupportedValue: it cannot be saved faithfully.
+    """
+    if type(tensor) not in _PLAIN_CLASSES:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            refuse(tensor, leaf, "a parameter that has no shape yet; run one forward pass first")
+        refuse(tensor, leaf, f"a tensor subclass {type(tensor).__qualname__} has no form in the format")
+    why = _why_not(tensor)
+    if why:
+        refuse(tensor, leaf, why)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _why_not(tensor: torch.Tensor) -> str:
+    if tensor.is_quantized or dtype_name(tensor.dtype) not in ITEMSIZE_BYTES:
+        return f"a tensor of dtype {dtype_name(tensor.dtype)} has no form in the checkpoint format"
+    if tensor.is_nested:
+        return "a nested tensor has no form in the checkpoint format"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout} has no form in the checkpoint format"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device has no data"
+    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+        return "its storage has been freed (resized to 0)"
+    return ""
+
+
+def fresh_tensor(shape: Sequence[int], dtype: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Memory of its own for a tensor, not filled."""
+    assert dtype in ITEMSIZE_BYTES, dtype
+    if dtype == "complex32":  # asking for it directly warns that operators lack it; bytes do not mind
+        return torch.empty(tuple(shape), dtype=torch.int32, device=device).view(torch.complex32)
+    return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
+
+
+def can_fill(tensor: torch.Tensor) -> bool:
+    """Whether bytes may be put into it: each element has a place of its own, and nothing is lazy."""
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        return False
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return False
+            reach += (size - 1) * stride
+    return True
+
+
+def as_bytes_view(tensor: torch.Tensor) -> memoryview:
+    """The raw bytes of a contiguous CPU tensor of any dtype, row-major, without a copy; read-only."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), (tensor.device, tensor.stride())
+    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat).toreadonly()
+
+
+def place(
+    dest: torch.Tensor,
+    dest_box: Box,
+    piece: Box,
+    region: Box,
+    raw: bytes | bytearray | memoryview,
+    dtype: str,
+) -> None:
+    """Copy ``region`` out of ``raw``, which holds ``piece`` row-major, into ``dest``, which holds ``dest_box``.
+
+    ``region`` lies inside both boxes, all in coordinates of the global tensor. ``dest`` may have any
+    strides and be on any device; it must pass ``can_fill``. Exact for every bit of every dtype.
+    """
+    itemsize_bytes = ITEMSIZE_BYTES[dtype]
+    assert dtype_name(dest.dtype) == dtype, (dest.dtype, dtype)
+    assert tuple(dest.shape) == dest_box.extent, (dest.shape, dest_box)
+    assert len(raw) == piece.numel * itemsize_bytes, (len(raw), piece, dtype)
+    if not region.numel:
+        return
+    integer = _AS_INTEGER[itemsize_bytes]
+    pair = (2,) if itemsize_bytes == 16 else ()
+    numbers: Any = np.frombuffer(raw, dtype=dtype_name(integer)).reshape((*piece.extent, *pair))
+    source = numbers[(*_slices(region, piece), ...)]
+    live = dest.detach()
+    whole: Any = (torch.view_as_real(live) if pair else live).view(integer)
+    into = whole[(*_slices(region, dest_box), ...)]
+    if into.device.type == "cpu":
+        np.copyto(into.numpy(), source)
+    else:
+        into.copy_(torch.from_numpy(np.array(source)))
+
+
+def _slices(region: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(low - origin, low - origin + size)
+        for low, size, origin in zip(region.offset, region.extent, outer.offset, strict=True)
+    )
