@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ftckpt.chaos.faults.store import FaultyStore
 from ftckpt.clock import SystemClock
 from ftckpt.events import silent
-from ftckpt.store import LimitStore, LocalStore, ObjectStore, RetryStore, open_store
+from ftckpt.store import LimitStore, LocalStore, ObjectStore, RetryStore, fsspec, open_store
+from ftckpt.store.fsspec import FsspecStore
 from ftckpt.store.objectstore import memory
+from ftckpt.store.settings import HttpSettings, s3_settings
 from tests.store.scripted import ScriptedServer
 
 
@@ -33,8 +37,28 @@ def _retrying(inner: ObjectStore) -> ObjectStore:
     return RetryStore(inner, deadline_s=5, clock=SystemClock(), events=silent)
 
 
-@pytest.fixture(params=["local", "memory", "s3", "s3fs", "fsspec", "retry", "limit", "faulty"])
+@pytest.fixture(scope="session")
+def s3fs_clients(weed) -> Iterator[Any]:
+    """Two file systems of s3fs, handed out in turn: making one costs half a second of CPU."""
+    made = [fsspec.s3fs_store(weed.bucket, "", s3_settings({}, weed.env), HttpSettings()) for _ in range(2)]
+    return itertools.cycle([store._fs for store in made])
+
+
+EXCLUSIVE = ["local", "memory", "s3", "s3fs", "retry", "limit", "faulty"]
+
+
+@pytest.fixture(params=[*EXCLUSIVE, "fsspec"])
 def place(request, tmp_path) -> Place:
+    return _place(request, tmp_path)
+
+
+@pytest.fixture(params=EXCLUSIVE)
+def exclusive_place(request, tmp_path) -> Place:
+    """Those that allow several writers."""
+    return _place(request, tmp_path)
+
+
+def _place(request, tmp_path) -> Place:
     name = f"{request.param}-{uuid.uuid4().hex}"
     match request.param:
         case "local":
@@ -46,8 +70,11 @@ def place(request, tmp_path) -> Place:
             return Place(lambda: open_store(weed.uri(f"{name}/r1"), environ=weed.env), races=3)
         case "s3fs":
             weed = request.getfixturevalue("weed")
-            uri = f"fsspec+{weed.uri(f'{name}/r1')}"
-            return Place(lambda: open_store(uri, environ=weed.env), races=3)
+            clients = request.getfixturevalue("s3fs_clients")
+            root = f"{weed.bucket}/{name}/r1"
+            return Place(
+                lambda: FsspecStore(next(clients), root, f"fsspec+s3://{root}", conditional=True), races=3
+            )
         case "fsspec":
             uri = f"fsspec+file://{tmp_path}/runs/r1"
             return Place(lambda: open_store(uri, allow_unconditional=True), exclusive=False)

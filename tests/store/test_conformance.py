@@ -213,9 +213,8 @@ def test_another_instance_sees_everything_at_once(place):
     assert other.size("a/3") == 14
 
 
-def test_of_eight_creators_of_one_key_exactly_one_wins(place):
-    if not place.exclusive:
-        pytest.skip("this one is for a single writer, and says so")
+def test_of_eight_creators_of_one_key_exactly_one_wins(exclusive_place):
+    place = exclusive_place
     stores = [place.open() for _ in range(8)]
 
     for round_number in range(place.races):
@@ -237,10 +236,8 @@ def test_of_eight_creators_of_one_key_exactly_one_wins(place):
         assert bytes(stores[0].read(key)) == b"%d" % winners[0] * 1000
 
 
-def test_a_reader_sees_all_of_an_object_or_none(place):
-    if not place.exclusive:
-        pytest.skip("this one is for a single writer, and says so")
-    writer, reader = place.open(), place.open()
+def test_a_reader_sees_all_of_an_object_or_none(exclusive_place):
+    writer, reader = exclusive_place.open(), exclusive_place.open()
     body = b"\x5a" * (2 << 20)
     sizes = set()
     done = threading.Event()

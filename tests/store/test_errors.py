@@ -136,25 +136,33 @@ def test_a_machine_without_credentials_gets_told_so(server):
         store.read("a")
 
 
+BAD_DAYS = [
+    ("PUT", failure(409, "ConditionalRequestConflict"), StoreUnavailable, True),
+    ("PUT", failure(412, "PreconditionFailed"), AlreadyExists, False),
+    ("PUT", failure(501, "NotImplemented"), UnsafeStore, False),
+    ("PUT", failure(503, "SlowDown"), StoreUnavailable, True),
+    ("GET", failure(404, "NoSuchKey"), ObjectNotFound, False),
+    ("GET", failure(404, "NoSuchBucket"), BucketNotFound, False),
+    ("GET", Answer(body=b"0123456789", cut_at=4), StoreUnavailable, True),
+]
+MORE_BAD_DAYS = [
+    ("PUT", failure(400, "ExpiredToken"), AccessDenied, False),
+    ("PUT", failure(400, "InvalidArgument"), StoreError, False),
+    ("PUT", failure(403, "AccessDenied"), AccessDenied, False),
+    ("PUT", failure(429, "TooManyRequests"), StoreUnavailable, True),
+    ("PUT", failure(500, "InternalError"), StoreUnavailable, True),
+    ("PUT", failure(507, "XMinioStorageFull"), StoreFull, False),
+    ("GET", failure(503, "SlowDown"), StoreUnavailable, True),
+]
+
+
 @pytest.mark.parametrize(
-    "method, answer, kind, retryable",
+    "scheme, method, answer, kind, retryable",
     [
-        ("PUT", failure(409, "ConditionalRequestConflict"), StoreUnavailable, True),
-        ("PUT", failure(412, "PreconditionFailed"), AlreadyExists, False),
-        ("PUT", failure(501, "NotImplemented"), UnsafeStore, False),
-        ("PUT", failure(507, "XMinioStorageFull"), StoreFull, False),
-        ("PUT", failure(403, "AccessDenied"), AccessDenied, False),
-        ("PUT", failure(400, "ExpiredToken"), AccessDenied, False),
-        ("PUT", failure(400, "InvalidArgument"), StoreError, False),
-        ("PUT", failure(500, "InternalError"), StoreUnavailable, True),
-        ("PUT", failure(503, "SlowDown"), StoreUnavailable, True),
-        ("PUT", failure(429, "TooManyRequests"), StoreUnavailable, True),
-        ("GET", failure(503, "SlowDown"), StoreUnavailable, True),
-        ("GET", failure(404, "NoSuchKey"), ObjectNotFound, False),
-        ("GET", failure(404, "NoSuchBucket"), BucketNotFound, False),
-        ("GET", Answer(body=b"0123456789", cut_at=4), StoreUnavailable, True),
+        *(("s3", *day) for day in BAD_DAYS + MORE_BAD_DAYS),
+        *(("fsspec+s3", *day) for day in BAD_DAYS),  # fewer: each of its clients costs half a second
     ],
-    ids=lambda value: f"{value.status}-{len(value.body)}" if isinstance(value, Answer) else None,
+    ids=lambda value: str(value.status) if isinstance(value, Answer) else None,
 )
 def test_answers_of_a_server_on_a_bad_day_get_their_name(server, scheme, method, answer, kind, retryable):
     """Above all: 409 is not "exists", it is "ask again" (protocol, section 2)."""
