@@ -1,19 +1,26 @@
 """Fault-tolerant checkpoints and elastic restart for RL post-training in PyTorch.
 
 ``Session`` is the context around a training loop; ``wrap`` puts one around a trainer; ``open`` reads
-a run without a trainer; ``restore`` fetches any part of a commit once.
+a run without a trainer; ``restore`` fetches any part of a commit once. Names are loaded when they
+are first used, so that tools which need no torch start quickly.
 """
 
-from ftckpt.adapters import Adapter, wrap
-from ftckpt.capture import Frozen, PerRank, reseed
-from ftckpt.codec import Codec
-from ftckpt.errors import FtckptError
-from ftckpt.manifest import Commit
-from ftckpt.retention import Keep
-from ftckpt.run import Run
-from ftckpt.run import open_run as open  # noqa: A001 - reads as ftckpt.open(uri)
-from ftckpt.session import Session, restore
-from ftckpt.writer import SaveHandle
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ftckpt.adapters import Adapter, wrap
+    from ftckpt.capture import Frozen, PerRank, reseed
+    from ftckpt.codec import Codec
+    from ftckpt.errors import FtckptError
+    from ftckpt.manifest import Commit
+    from ftckpt.retention import Keep
+    from ftckpt.run import Run
+    from ftckpt.run import open_run as open  # noqa: A004 - reads as ftckpt.open(uri)
+    from ftckpt.session import Session, restore
+    from ftckpt.writer import SaveHandle
 
 __version__ = "0.1.0"
 
@@ -33,3 +40,31 @@ __all__ = [
     "restore",
     "wrap",
 ]
+
+_ROOMS = {
+    "Adapter": "adapters",
+    "wrap": "adapters",
+    "Frozen": "capture",
+    "PerRank": "capture",
+    "reseed": "capture",
+    "Codec": "codec",
+    "FtckptError": "errors",
+    "Commit": "manifest",
+    "Keep": "retention",
+    "Run": "run",
+    "Session": "session",
+    "restore": "session",
+    "SaveHandle": "writer",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "open":
+        return import_module("ftckpt.run").open_run
+    if name in _ROOMS:
+        return getattr(import_module(f"ftckpt.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'ftckpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
