@@ -12,6 +12,7 @@ repeated; a process-group timeout above twice the slowest heal, or healing livel
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -221,6 +222,7 @@ class ReplicaGroup:
             self._attempt = attempt
         if launch.rank == 0 and launch.status is not None:
             self._events = both(self._events, open_status(launch))
+        logging.getLogger("torchft.manager").addFilter(_worth_reading)
         host, port = self._meet()
         transport = HealTransport(launch.host, self._attempt, timeouts.group_s)
         transport.start()
@@ -613,6 +615,11 @@ DTYPES = (
     torch.float64,
 )
 """Element types that payloads may have when there are more participants than slots."""
+
+
+def _worth_reading(record: logging.LogRecord) -> bool:
+    """Not torchft's warning, at every quorum, that there is no NCCL recorder on a CPU."""
+    return "NCCL flight recorder" not in record.getMessage()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

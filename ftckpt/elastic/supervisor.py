@@ -384,6 +384,7 @@ class _Attempt:
         plan = self._plan
         status = self._folder / f"{group.name}.{group.life}.status"
         common = {
+            "RUST_LOG": "warn",  # torchft logs every quorum otherwise
             "OMP_NUM_THREADS": "1",  # the same for any number of groups, or the bits would differ
             **self._environ,
             **plan.env,

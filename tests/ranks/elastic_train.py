@@ -1,153 +1,63 @@
-"""One rank of one replica group that trains a tiny model by slots; prints a line for every step.
+"""One rank of one replica group that trains a tiny model by slots and prints what it does.
 
-    elastic_train.py STEPS [plain|fsdp] [slot_delay_s]
+    elastic_train.py plain|fsdp FOLDER
 
-The line is ``step N participants P hash H``: H covers parameters, both AdamW moments, the
-scheduler's learning rate and a buffer that counts finished steps.
+``FOLDER`` is how the test talks to it: it joins when ``go`` exists, is held in the first gradient of
+step N while ``hold.GROUP`` says N, and ends after the step that ``last`` says. A finished step
+prints ``step N participants P hash H``: H covers parameters, both AdamW moments, the scheduler and
+a buffer that counts finished steps.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from ftckpt.elastic import Launch, ReplicaGroup
+from tests.ranks.elastic_state import SLOTS, State, payload
 
-SLOTS = 8
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-class State:
-    """A model with a buffer, AdamW and a scheduler; healed in place."""
-
-    def __init__(self, launch: Launch, *, fsdp: bool) -> None:
-        torch.manual_seed(0)
-        self.launch = launch
-        self.model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.GELU(), torch.nn.Linear(33, 9))
-        self.model.register_buffer("finished", torch.zeros((), dtype=torch.int64))
-        if fsdp:
-            mesh = init_device_mesh("cpu", (launch.world,))
-            for layer in (self.model[0], self.model[2]):
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        self.params = list(self.model.parameters())
-        self.optim = torch.optim.AdamW(self.params, lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optim, 0.1, 1.0, total_iters=50)
-        for p in self.params:  # moments exist from the start, so that healing writes in place
-            self.optim.state[p] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
-
-    @property
-    def numel(self) -> int:
-        return sum(local(p).numel() for p in self.params)
-
-    def tensors(self) -> dict[str, Tensor]:
-        found = {"finished": self.model.finished}
-        for i, p in enumerate(self.params):
-            found[f"{i}"] = local(p).detach()
-            for name, value in self.optim.state[p].items():
-                found[f"{i}.{name}"] = local(value)
-        return found
-
-    def save(self) -> dict[str, object]:
-        plain = {
-            "scheduler": self.scheduler.state_dict(),
-            "lr": [group["lr"] for group in self.optim.param_groups],
-        }
-        return {**self.tensors(), "plain": json.dumps(plain).encode()}
-
-    def load(self, state: dict[str, object]) -> None:
-        with torch.no_grad():
-            for name, tensor in self.tensors().items():
-                tensor.copy_(state[name])
-        plain = json.loads(state["plain"])
-        self.scheduler.load_state_dict(plain["scheduler"])
-        for group, lr in zip(self.optim.param_groups, plain["lr"], strict=True):
-            group["lr"] = lr
-
-    def slot_gradient(self, x: Tensor) -> Tensor:
-        for p in self.params:
-            p.grad = None
-        self.model(x).square().mean().backward()
-        return torch.cat([local(p.grad).reshape(-1) for p in self.params])
-
-    def apply(self, gradient: Tensor) -> None:
-        at = 0
-        for p in self.params:
-            count = local(p).numel()
-            local(p.grad).copy_(gradient[at : at + count].view_as(local(p)))
-            at += count
-        self.optim.step()
-        self.scheduler.step()
-        self.model.finished += 1
-
-    def digest(self) -> str:
-        digest = hashlib.sha256()
-        for tensor in self.tensors().values():
-            digest.update(tensor.contiguous().numpy().tobytes())
-        digest.update(repr(self.scheduler.get_last_lr()).encode())
-        return digest.hexdigest()[:16]
-
-
-def payload(step: int, slot: int) -> Tensor:
-    """A slot's batch: a function of step and slot alone."""
-    return torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 1000 + slot))
+SLOT_S = 0.02
 
 
 def main() -> None:
-    steps = int(sys.argv[1])
-    fsdp = len(sys.argv) > 2 and sys.argv[2] == "fsdp"
-    delay_s = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+    fsdp, folder = sys.argv[1] == "fsdp", Path(sys.argv[2])
     torch.set_num_threads(1)
     launch = Launch.from_env()
     if fsdp:
         dist.init_process_group("gloo")
-    state = State(launch, fsdp=fsdp)
+    state = State(launch.world, fsdp=fsdp)
+    rows = slice(launch.rank * 4 // launch.world, (launch.rank + 1) * 4 // launch.world)
+    print("ready", flush=True)
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+
     group = ReplicaGroup(launch, slots=SLOTS, heal_time_s=10.0)
-    start = int(os.environ.get("START_STEP", "0"))
-    group.open(step=start, heal=state)
-    hold = os.environ.get("HOLD_FILE")
-    share = slice(launch.rank * 4 // launch.world, (launch.rank + 1) * 4 // launch.world)
-    step = start + 1
-    while step <= steps:
+    group.open(step=0, heal=state)
+    step = 1
+    while step <= number(folder / "last", default=step):
         turn = group.begin(step)
         step = turn.step
-        if step > steps:
-            break
         if turn.healed:
-            print(f"healed to {step - 1}", flush=True)
+            print(f"healed to {step - 1} carries {group.carries}", flush=True)
         batch = group.exchange(turn, {slot: payload(step, slot) for slot in turn.slots})
 
-        def gradient(slot: int) -> Tensor:
+        def gradient(slot: int) -> torch.Tensor:
             print(f"slot {slot} of step {step}", flush=True)  # noqa: B023
-            while hold is not None and Path(hold).exists() and Path(hold).read_text() == f"{launch.group} {step}":  # noqa: B023
-                time.sleep(0.01)  # held in the middle of a step until the test has killed us
-            time.sleep(delay_s)
-            return state.slot_gradient(batch[slot][share])  # noqa: B023
+            while number(folder / f"hold.{launch.group}", default=0) == step:  # noqa: B023
+                time.sleep(0.01)
+            time.sleep(SLOT_S)
+            return state.slot_gradient(batch[slot][rows])  # noqa: B023
 
         total = group.reduce(turn, gradient, state.numel, torch.float32)
         if group.vote():
             state.apply(total / SLOTS)
+            members = group.membership.digest()
             print(
-                f"step {step} participants {len(turn.participants)} hash {state.digest()} "
-                f"members {','.join(turn.participants)} digest {group.membership.digest()} "
-                f"carries {group.carries}",
+                f"step {step} participants {len(turn.participants)} hash {state.digest()} {members}",
                 flush=True,
             )
             step += 1
@@ -155,6 +65,10 @@ def main() -> None:
             print(f"failed vote on step {step}", flush=True)
     group.close()
     print("done", flush=True)
+
+
+def number(path: Path, default: int) -> int:
+    return int(path.read_text()) if path.exists() else default
 
 
 if __name__ == "__main__":

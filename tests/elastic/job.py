@@ -1,0 +1,154 @@
+"""A job of replica groups as a test sees it: a lighthouse, groups to start and kill, lines to read."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftckpt.elastic.lighthouse import lighthouse_command
+from tests.support.procs import ROOT, free_port, kill_tree, rank_env, spawn, wait_until
+
+STEP = re.compile(r"^step (\d+) participants (\d+) hash (\w+) (\w+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    step: int
+    participants: int
+    hash: str
+    members: str
+
+
+class Job:
+    def __init__(self, folder: Path, mode: str, nproc: int, deadline_s: float) -> None:
+        self.folder = folder
+        self._mode = mode
+        self._nproc = nproc
+        self._deadline_s = deadline_s
+        self._port = free_port()
+        self._running: dict[str, list[subprocess.Popen[bytes]]] = {}
+        self._lighthouse: subprocess.Popen[bytes] | None = None
+
+    def start_lighthouse(self) -> None:
+        command = lighthouse_command(
+            sys.executable, self._port, min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=1500
+        )
+        self._lighthouse = spawn(command, self.folder / "lighthouse.log", {})
+
+    def kill_lighthouse(self) -> None:
+        kill_tree(self._lighthouse)
+        assert self._lighthouse.returncode == -9
+
+    def start(self, group: str, life: int = 0, attempt: int = 1) -> None:
+        port = free_port()
+        self._running[group] = []
+        for rank in range(self._nproc):
+            env = {
+                **rank_env(rank, self._nproc, port),
+                "FTCKPT_ATTEMPT": str(attempt),
+                "FTCKPT_GROUP": group,
+                "FTCKPT_REJOIN": str(life),
+                "FTCKPT_STATUS": str(self.folder / f"{group}.status"),
+                "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}",
+                "RUST_LOG": "warn",
+            }
+            argv = [sys.executable, str(ROOT / "tests/ranks/elastic_train.py"), self._mode, str(self.folder)]
+            self._running[group].append(spawn(argv, self._log(group, rank), env))
+
+    def kill9(self, group: str) -> None:
+        """SIGKILL every rank of a group, and prove that it was the signal that ended it."""
+        for process in self._running[group]:
+            kill_tree(process)
+        assert [p.returncode for p in self._running[group]] == [-9] * self._nproc
+
+    def go(self, *groups: str) -> None:
+        """Let groups join together once all of them are ready."""
+        for group in groups:
+            self.wait_for(group, "ready")
+        (self.folder / "go").touch()
+
+    def hold(self, group: str, step: int) -> None:
+        write(self.folder / f"hold.{group}", str(step))
+
+    def release(self, group: str) -> None:
+        (self.folder / f"hold.{group}").unlink()
+
+    def end_after(self, step: int) -> None:
+        write(self.folder / "last", str(step))
+
+    def output(self, group: str, rank: int = 0) -> str:
+        log = self._log(group, rank)
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    def steps(self, group: str, rank: int = 0) -> list[Step]:
+        """The steps a rank finished, over all its lives, in order."""
+        return [Step(int(s), int(p), h, m) for s, p, h, m in STEP.findall(self.output(group, rank))]
+
+    def wait_for(self, group: str, text: str, rank: int = 0) -> None:
+        self._wait(lambda: text in self.output(group, rank), group, repr(text))
+
+    def wait_for_step(self, group: str, step: int, participants: int | None = None) -> None:
+        """Return once a step not below ``step`` was finished, by that many participants."""
+        self._wait(
+            lambda: any(s.step >= step and participants in (None, s.participants) for s in self.steps(group)),
+            group,
+            f"step {step} with {participants} participants",
+        )
+
+    def finish(self) -> None:
+        """Wait for all groups to end by themselves."""
+        for group, processes in self._running.items():
+            for rank, process in enumerate(processes):
+                try:
+                    code = process.wait(timeout=max(0.1, self._deadline_s - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    code = None
+                assert code == 0, f"{group}.{rank} ended with {code}:\n{self.output(group, rank)[-6000:]}"
+
+    def exit_code(self, group: str, rank: int = 0) -> int:
+        return self._running[group][rank].wait(timeout=max(0.1, self._deadline_s - time.monotonic()))
+
+    def kill_all(self) -> None:
+        for process in [p for processes in self._running.values() for p in processes]:
+            kill_tree(process)
+        if self._lighthouse is not None:
+            kill_tree(self._lighthouse)
+
+    def _wait(self, condition, group: str, what: str) -> None:
+        def seen() -> bool:
+            if condition():
+                return True
+            ended = [p.poll() for p in self._running[group] if p.poll() is not None]
+            assert not ended or condition(), (
+                f"{group} ended ({ended}) before {what}:\n{self.output(group)[-6000:]}"
+            )
+            return False
+
+        wait_until(
+            seen, self._deadline_s - time.monotonic(), lambda: f"{what}:\n{self.output(group)[-6000:]}"
+        )
+
+    def _log(self, group: str, rank: int) -> Path:
+        return self.folder / f"{group}.{rank}.log"
+
+
+@contextmanager
+def start_job(folder: Path, mode: str = "plain", nproc: int = 1, limit_s: float = 55.0) -> Iterator[Job]:
+    job = Job(folder, mode, nproc, time.monotonic() + limit_s)
+    try:
+        job.start_lighthouse()
+        yield job
+    finally:
+        job.kill_all()
+
+
+def write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.rename(path)

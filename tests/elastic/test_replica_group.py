@@ -1,0 +1,171 @@
+"""Replica groups as real processes in a real quorum, killed while they train."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ftckpt.slots import Alone
+from tests.elastic.job import Job, start_job
+from tests.ranks.elastic_state import SLOTS, State, payload
+
+
+def undisturbed(steps: int) -> dict[int, str]:
+    """Digest after each step of one group that nothing ever happens to."""
+    state, group, digests = State(1, fsdp=False), Alone(SLOTS), {}
+    for step in range(1, steps + 1):
+        turn = group.begin(step)
+        batch = group.exchange(turn, {slot: payload(step, slot) for slot in turn.slots})
+        state.apply(
+            group.reduce(turn, lambda s: state.slot_gradient(batch[s]), state.numel, torch.float32)  # noqa: B023
+            / SLOTS
+        )
+        digests[step] = state.digest()
+    return digests
+
+
+def assert_same_bits(job: Job, groups: list[str], expected: dict[int, str], rank: int = 0) -> None:
+    found = [(group, s.step, s.hash) for group in groups for s in job.steps(group, rank)]
+    assert found == [(group, step, expected[step]) for group, step, _ in found]
+
+
+def end_soon(job: Job, *groups: str) -> int:
+    """Let the job end some steps later than where it is, so that all groups hear of it in time."""
+    last = max(s.step for group in groups for s in job.steps(group)) + 10
+    job.end_after(last)
+    job.finish()
+    return last
+
+
+@pytest.mark.timeout(90)
+def test_three_groups_finish_every_step_with_the_bits_of_one(tmp_path):
+    with start_job(tmp_path) as job:
+        job.end_after(12)
+        for group in ("g0", "g1", "g2"):
+            job.start(group)
+        job.go("g0", "g1", "g2")
+
+        job.finish()
+
+        expected = undisturbed(12)
+        assert_same_bits(job, ["g0", "g1", "g2"], expected)
+        assert {s.participants for s in job.steps("g0")} >= {3}
+        assert [s.step for s in job.steps("g0")][-1] == 12
+
+
+@pytest.mark.timeout(90)
+def test_a_group_killed_in_the_middle_of_a_step_rejoins_and_no_bit_differs(tmp_path):
+    with start_job(tmp_path, limit_s=80) as job:
+        job.start("g0")
+        job.start("g1")
+        job.hold("g1", 6)
+        job.go("g0", "g1")
+        job.wait_for("g1", "of step 6")
+
+        job.kill9("g1")
+        job.release("g1")
+        job.wait_for_step("g0", 6, participants=1)
+        job.start("g1", life=1)
+        job.wait_for("g1", "healed to")
+        job.wait_for_step("g1", 7, participants=2)
+        last = end_soon(job, "g0", "g1")
+
+        assert "failed vote on step 6" in job.output("g0")
+        assert_same_bits(job, ["g0", "g1"], undisturbed(last))
+        assert {s.participants for s in job.steps("g0")} == {1, 2}
+        assert job.steps("g0")[-1].step == job.steps("g1")[-1].step == last
+        assert "carries True" in job.output("g1").split("healed to")[1].splitlines()[0]
+        assert_members_agree(job)
+        assert_status_tells_of_the_failed_vote(job)
+
+
+def assert_members_agree(job: Job) -> None:
+    """Two groups in one quorum compute the same digest of its members, and it changes with a life."""
+    g1 = {s.step: s for s in job.steps("g1")}
+    both = [(s.members, g1[s.step].members) for s in job.steps("g0") if s.participants == 2]
+    assert all(mine == theirs for mine, theirs in both)
+    assert len({mine for mine, _ in both}) == 2
+
+
+def assert_status_tells_of_the_failed_vote(job: Job) -> None:
+    lines = [json.loads(line) for line in (job.folder / "g0.status").read_text().splitlines()]
+    failed = [e for e in lines if e["event"] == "group.turn" and e["phase"] == "voted" and not e["vote"]]
+    assert [(e["step"], e["finished_step"]) for e in failed][0] == (6, 5)
+    assert all(e["reason"] for e in failed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_two_groups_of_two_fsdp_ranks_survive_a_kill_with_the_same_bits(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    with start_job(tmp_path / "two", "fsdp", nproc=2, limit_s=110) as job:
+        job.start("g0")
+        job.start("g1")
+        job.hold("g0", 4)
+        job.go("g0", "g1")
+        job.wait_for("g0", "of step 4")
+
+        job.kill9("g0")
+        job.release("g0")
+        job.wait_for_step("g1", 4, participants=1)
+        job.start("g0", life=1)
+        job.wait_for("g0", "healed to")
+        job.wait_for_step("g0", 5, participants=2)
+        last = end_soon(job, "g0", "g1")
+
+        with start_job(tmp_path / "one", "fsdp", nproc=2, limit_s=35) as calm:
+            calm.end_after(last)
+            calm.start("g0")
+            calm.go("g0")
+            calm.finish()
+            for rank in range(2):
+                expected = {s.step: s.hash for s in calm.steps("g0", rank)}
+                assert len(expected) == last
+                assert_same_bits(job, ["g0", "g1"], expected, rank)
+        assert "failed vote on step 4" in job.output("g1")
+
+
+@pytest.mark.timeout(90)
+def test_a_lighthouse_that_comes_back_costs_no_step_its_bits(tmp_path):
+    with start_job(tmp_path, limit_s=80) as job:
+        job.start("g0")
+        job.start("g1")
+        job.go("g0", "g1")
+        job.wait_for_step("g1", 4, participants=2)
+
+        job.kill_lighthouse()
+        seen = job.steps("g0")[-1].step
+        job.start_lighthouse()
+        job.wait_for_step("g0", seen + 3)
+        last = end_soon(job, "g0", "g1")
+
+        assert_same_bits(job, ["g0", "g1"], undisturbed(last))
+
+
+@pytest.mark.timeout(90)
+def test_a_group_of_an_older_attempt_leaves_and_never_gives_its_state_to_the_newer(tmp_path):
+    with start_job(tmp_path, limit_s=80) as job:
+        job.start("g0", attempt=1)
+        job.start("g1", attempt=2)
+        job.hold("g1", 1)
+        job.wait_for("g1", "ready")
+        job.go("g0")
+
+        job.wait_for("g0", "belongs to attempt 1, but the quorum is attempt 2's")
+        job.release("g1")
+        job.wait_for_step("g1", 2, participants=1)
+        last = end_soon_alone(job, "g1")
+
+        assert job.exit_code("g0") == 1
+        assert "healed" not in job.output("g1")
+        assert [s.step for s in job.steps("g1")] == list(range(1, last + 1))
+
+
+def end_soon_alone(job: Job, group: str) -> int:
+    last = job.steps(group)[-1].step + 3
+    job.end_after(last)
+    assert job.exit_code(group) == 0, job.output(group)
+    return last
