@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ftckpt.errors import MembershipError
 from ftckpt.membership import Member
 
-_RECORD = struct.Struct("<8s16sqqqi??2x48s")
+_RECORD = struct.Struct("<8s16sqqqi??H48s")
 _MAGIC = b"ftckpt.1"
 SIZE_BYTES = _RECORD.size
 NONE = -1
+WISHES = ("stop", "save")
+"""What a member may wish for; bit i of the record's last flags says WISHES[i]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Hello:
     ``attempt`` is ``None`` where no supervisor claimed one. ``step`` is the last finished step,
     ``saved_step`` the last for which this group registered a save. ``carries``: its state never
     left the attempt, that is, it was not restarted inside it or has been healed since. ``ready``:
-    nothing went wrong on the way here.
+    nothing went wrong on the way here. ``wishes``: what this member wants all to do together after
+    this step.
     """
 
     member: Member
@@ -38,6 +41,7 @@ class Hello:
     saved_step: int | None
     carries: bool
     ready: bool
+    wishes: frozenset[str] = frozenset()
 
 
 def pack(hello: Hello) -> bytes:
@@ -53,13 +57,14 @@ def pack(hello: Hello) -> bytes:
         hello.life,
         hello.carries,
         hello.ready,
+        to_bits(hello.wishes),
         name,
     )
 
 
 def unpack(record: bytes) -> Hello:
     """The inverse of ``pack``. Raises ``MembershipError`` for a record of another protocol."""
-    magic, incarnation, attempt, step, saved, life, carries, ready, name = _RECORD.unpack(record)
+    magic, incarnation, attempt, step, saved, life, carries, ready, bits, name = _RECORD.unpack(record)
     if magic != _MAGIC:
         raise MembershipError(
             f"a member of the quorum speaks another protocol ({magic!r} instead of {_MAGIC!r})\n"
@@ -74,7 +79,18 @@ def unpack(record: bytes) -> Hello:
         None if saved == NONE else saved,
         carries,
         ready,
+        from_bits(bits),
     )
+
+
+def to_bits(wishes: Collection[str]) -> int:
+    """Wishes as the record spells them."""
+    return sum(1 << WISHES.index(wish) for wish in wishes)
+
+
+def from_bits(bits: int) -> frozenset[str]:
+    """The inverse of ``to_bits``; bits without a meaning yet are ignored."""
+    return frozenset(wish for i, wish in enumerate(WISHES) if bits >> i & 1)
 
 
 def judge(hellos: Sequence[Hello], index: int) -> str | None:

@@ -125,6 +125,9 @@ class ReplicaGroup:
         self._attempt = launch.attempt
         self._batches_committed = 0
         self._saved_step: int | None = None
+        self._wishes: set[str] = set()
+        self._agreed: frozenset[str] = frozenset()
+        self._on_turn: Callable[[Turn], None] = lambda _turn: None
         self._carries = not launch.rejoin
         self._was_healed = False
         self._healed_now = False
@@ -133,6 +136,11 @@ class ReplicaGroup:
         self._failed_votes = 0
 
     # --- what others ask -----------------------------------------------------------------------
+
+    @property
+    def launch(self) -> Launch:
+        """How this process was started."""
+        return self._launch
 
     @property
     def total_slots(self) -> int:
@@ -196,6 +204,23 @@ class ReplicaGroup:
         """Remember that a save of ``step`` has begun here; peers hear of it in the next turn."""
         self._saved_step = step
 
+    @property
+    def peers_saved(self) -> int | None:
+        """The last step that any member of the quorum, this one included, registered a save of."""
+        return max((h.saved_step for h in self._peers if h.saved_step is not None), default=None)
+
+    def wish(self, word: str) -> None:
+        """Wish that all do something together (``hello.WISHES``): in the next turn everybody knows,
+        all in the same turn. Forgotten once a turn in which it was known has passed its vote.
+        """
+        assert word in hi.WISHES, word
+        self._wishes.add(word)
+
+    @property
+    def agreed(self) -> frozenset[str]:
+        """What any rank of any member wished for before the turn under way, or that just ended."""
+        return self._agreed
+
     def state_dict(self) -> dict[str, int]:
         """The Manager's part of a commit."""
         if self._manager is None:
@@ -209,9 +234,17 @@ class ReplicaGroup:
 
     # --- life ----------------------------------------------------------------------------------
 
-    def open(self, *, step: int, heal: HealState, attempt: int | None = None) -> None:
+    def open(
+        self,
+        *,
+        step: int,
+        heal: HealState,
+        attempt: int | None = None,
+        on_turn: Callable[[Turn], None] | None = None,
+    ) -> None:
         """Join: from now on this group sends heartbeats and peers wait for it, so build and restore
-        everything first. ``step`` is the finished step of the state we hold.
+        everything first. ``step`` is the finished step of the state we hold. ``on_turn`` is called by
+        ``begin`` when the quorum is known and healed, before the turn is handed to the trainer.
 
         With several ranks this is a collective of the group. Raises ``MembershipError`` when the
         lighthouse cannot be reached.
@@ -220,6 +253,8 @@ class ReplicaGroup:
         launch, timeouts = self._launch, self._timeouts
         if attempt is not None:
             self._attempt = attempt
+        if on_turn is not None:
+            self._on_turn = on_turn
         if launch.rank == 0 and launch.status is not None:
             self._events = both(self._events, open_status(launch))
         logging.getLogger("torchft.manager").addFilter(_worth_reading)
@@ -361,6 +396,8 @@ class ReplicaGroup:
             ) from e
         turn, self._turn = self._turn, None
         self._last_vote = passed
+        if passed:
+            self._wishes -= self._agreed
         self._failed_votes = 0 if passed else self._failed_votes + 1
         step = self.finished_step if passed else self.finished_step + 1
         reason = "" if error is None else str(error.original_exception)
@@ -391,7 +428,9 @@ class ReplicaGroup:
         self._turn = Turn(
             step, self.expected_slots, membership.groups, membership.index, healed=self._healed_now
         )
+        self._agreed = self._wished()
         self._tell("begun", step=step, healed=self._healed_now)
+        self._on_turn(self._turn)
         return self._turn
 
     def _greet(self, manager: Any) -> str | None:
@@ -408,6 +447,7 @@ class ReplicaGroup:
             self._saved_step,
             self._carries,
             ready=error is None,
+            wishes=frozenset(self._wishes),
         )
         record = torch.frombuffer(bytearray(hi.pack(mine)), dtype=torch.uint8)
         try:
@@ -510,6 +550,15 @@ class ReplicaGroup:
         flag = torch.tensor([int(fine)])
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._inner)
         return bool(flag.item())
+
+    def _wished(self) -> frozenset[str]:
+        """Everybody's wishes, on every rank: each rank heard those of its own peers only."""
+        bits = hi.to_bits({wish for h in self._peers for wish in h.wishes})
+        if self._inner is not None:
+            flags = torch.tensor([bits >> i & 1 for i in range(len(hi.WISHES))])
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._inner)
+            bits = sum(int(flag) << i for i, flag in enumerate(flags.tolist()))
+        return hi.from_bits(bits)
 
     def _meet(self) -> tuple[str, int]:
         """A TCPStore for the Manager, hosted by rank 0, and one incarnation for all ranks."""

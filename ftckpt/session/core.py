@@ -476,9 +476,10 @@ class Session:
     def _owed_now(self) -> bool:
         """A save failed: make up for it at once, where all participants know that they all will."""
         if self._group is not None:
-            if self._at.owed:
+            agreed = "save" in self._group.agreed and bool(self._group.last_vote)
+            if self._at.owed and not agreed:
                 self._group.wish("save")
-            return "save" in self._group.agreed and bool(self._group.last_vote)
+            return agreed
         return self._at.owed and self._inside().ranks.world == 1
 
     def _should_stop(self, step: int) -> bool:

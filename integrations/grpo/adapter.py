@@ -43,6 +43,7 @@ class GRPOAdapter:
             "save_every": trainer.config.save_every,
             "keep": trainer.config.keep,
             "run_seed": trainer.config.seed,
+            "derives_seeds": True,
         }
         if not isinstance(trainer.group, Alone):
             settings["replica_group"] = trainer.group
