@@ -19,6 +19,7 @@ from ftckpt.errors import (
     Fenced,
     NoCommit,
     ObjectNotFound,
+    RecordCorrupt,
     RunNotFound,
     StepNotFound,
     StoreError,
@@ -123,7 +124,7 @@ def look(store: ObjectStore) -> Look:
     """List and read what decides the lineage. Commits that do not decode are told apart, not skipped."""
     claims = {n for info in store.scan(layout.ATTEMPTS) if (n := layout.parse_number(info.key))}
     starts = {
-        n: read_record(store, Start, info.key).parent
+        n: read_start(store, n).parent
         for info in store.scan(layout.STARTS)
         if (n := layout.parse_number(info.key))
     }
@@ -134,9 +135,7 @@ def look(store: ObjectStore) -> Look:
     damaged: dict[Position, CorruptError] = {}
     for at in sorted(keys - collected):
         try:
-            body = bytes(store.read(layout.commit_key(at)))
-            commits[at] = decode(Commit, body, layout.commit_key(at))
-            refs[at] = Ref(at.step, at.attempt, digest_of(body))
+            commits[at], refs[at] = decode_commit(at, bytes(store.read(layout.commit_key(at))))
         except CorruptError as error:
             damaged[at] = error
     view = View(
@@ -147,6 +146,19 @@ def look(store: ObjectStore) -> Look:
         collected=frozenset(collected),
     )
     return Look(view, commits, refs, damaged)
+
+
+def decode_commit(at: Position, body: bytes) -> tuple[Commit, Ref]:
+    """The record that was read from the commit key of ``at``, and the ref to it."""
+    key = layout.commit_key(at)
+    record = decode(Commit, body, key)
+    if record.at != at:
+        raise _misplaced(key, str(record.at))
+    return record, Ref(at.step, at.attempt, digest_of(body))
+
+
+def _misplaced(key: str, found: str) -> RecordCorrupt:
+    return RecordCorrupt(f"RecordCorrupt: {key} holds the record of {found}", key=key)
 
 
 def choose(seen: Look, uri: str, step: int | None = None) -> Ref:
@@ -251,7 +263,11 @@ def read_claim(store: ObjectStore, attempt: int) -> Claim:
 
 def read_start(store: ObjectStore, attempt: int) -> Start:
     """The start of an attempt. Raises ``ObjectNotFound`` when it has not begun."""
-    return read_record(store, Start, layout.start_key(attempt))
+    key = layout.start_key(attempt)
+    record = read_record(store, Start, key)
+    if record.attempt != attempt:
+        raise _misplaced(key, f"attempt {record.attempt}")
+    return record
 
 
 def start(
@@ -317,7 +333,11 @@ def pin(
     """Pin a commit, then look for collectors that are about to delete it.
 
     False: one is; the pin is gone again and the caller chooses anew. True: until ``unpin`` no
-    collector that begins now, or re-reads now, will take it.
+    collector that begins now, or re-reads now, will take it. An id is for one commit and one holder:
+    after ``unpin`` a delayed create may bring the old pin back.
+
+    Raises:
+        AlreadyExists: the id is in use for something else. Nothing was changed.
     """
     record = Pin(
         pin=pin_id,
@@ -328,7 +348,16 @@ def pin(
         by_attempt=by_attempt,
     )
     key = layout.pin_key(pin_id)
-    create_owned(store, key, encode(record))
+    body = encode(record)
+    if (found := create_owned(store, key, body)) != body:
+        other = decode(Pin, found, key)
+        raise AlreadyExists(
+            f"AlreadyExists: pin {pin_id} of {store.uri} holds step {other.step} of attempt {other.attempt} "
+            f"for {other.holder}\n  nothing was changed; `ftckpt gc --drop-pin {pin_id}` lets go of it",
+            op="create",
+            key=key,
+            uri=store.uri,
+        )
     doomed = any((at.step, at.attempt) in intent.victims for intent in read_intents(store))
     if doomed or any(layout.parse_commit(i.key) == at for i in store.scan(layout.COLLECTED)):
         unpin(store, pin_id)

@@ -33,14 +33,16 @@ from ftckpt.attempts import (
     start,
     unpin,
 )
-from ftckpt.errors import CorruptError, NoCommit, RunNotFound, StepNotFound
+from ftckpt.errors import CorruptError, NoCommit, ObjectDamaged, RunNotFound, StepNotFound
 from ftckpt.events import Event, Events, silent
+from ftckpt.layout import start_key
 from ftckpt.manifest import Claim, Commit, Ref, Start
 from ftckpt.reader import check_commit, verify_commit
 from ftckpt.store.api import ObjectStore
 from ftckpt.store.probe import probe
 
 OnEmpty = Literal["start", "error"]
+_CHOICES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,15 @@ def begin(
 
 def _nothing(seen: Look, uri: str, step: int | None, on_empty: OnEmpty, events: Events) -> None:
     """A run without a commit may begin anew, if the caller allowed it and nothing was asked for."""
+    for at in sorted(seen.view.readable):
+        if at.attempt not in seen.view.starts:
+            key = start_key(at.attempt)
+            raise ObjectDamaged(
+                f"ObjectDamaged: {key} is absent, but attempt {at.attempt} of {uri} has commits\n"
+                "  they are on no lineage without it; nothing was changed",
+                key=key,
+                step=at.step,
+            )
     if step is not None:
         raise StepNotFound(
             f"StepNotFound: step {step} of {uri} has no readable commit; the run has none at all\n"
@@ -198,7 +209,7 @@ def _pinned_parent(
 ) -> tuple[Ref | None, tuple[str, ...]]:
     """Look again now that the claim exists, choose, and pin the choice (and a tip left behind)."""
     holder = f"attempt {mine.attempt} on {mine.host}"
-    while True:
+    for choice in range(_CHOICES):
         seen = look(store)
         if not seen.lineage:
             _nothing(seen, store.uri, step, on_empty, silent)
@@ -206,17 +217,19 @@ def _pinned_parent(
         ref, skipped = choose_good(store, seen, step, fallback)
         tip = seen.lineage[0]
         if tip != ref.at:
-            pin(store, f"tip-{mine.attempt:06d}", tip, "tip", holder, by_attempt=mine.attempt)
-        name = f"start-{mine.attempt:06d}"
+            pin(store, f"tip-{mine.attempt:06d}-{choice}", tip, "tip", holder, by_attempt=mine.attempt)
+        name = f"start-{mine.attempt:06d}-{choice}"  # a pin that was let go of may yet come back
         if pin(store, name, ref.at, "start", holder, by_attempt=mine.attempt):
             return ref, skipped
         if step is not None:
-            raise StepNotFound(
-                f"StepNotFound: step {step} of {store.uri} is being collected at this moment\n"
-                "  nothing was changed; choose another step, or drop the collector's intent if it is dead",
-                uri=store.uri,
-                step=step,
-            )
+            break
+    raise StepNotFound(
+        f"StepNotFound: step {ref.step} of {store.uri} is being collected at this moment\n"
+        "  nothing was changed; choose another step, or let the collection end and try again: "
+        "`ftckpt gc` finishes one that died",
+        uri=store.uri,
+        step=ref.step,
+    )
 
 
 def release_older_pins(store: ObjectStore, attempt: int) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import xxhash
 
 from ftckpt import layout
-from ftckpt.attempts import create_owned
-from ftckpt.boxes import Box, overlap
+from ftckpt.attempts import create_owned, decode_commit
+from ftckpt.boxes import Box
 from ftckpt.clock import Clock
 from ftckpt.errors import (
     CorruptError,
@@ -89,20 +89,17 @@ def failure(expected: Expected, writer: Writer, reason: str) -> Fragment:
 
 def read_commit(store: ObjectStore, at: Position) -> tuple[Commit, Ref] | None:
     """The record under a commit key, or ``None`` while it is not occupied."""
-    key = layout.commit_key(at)
     try:
-        body = bytes(store.read(key))
+        body = bytes(store.read(layout.commit_key(at)))
     except ObjectNotFound:
         return None
-    return decode(Commit, body, key), Ref(at.step, at.attempt, digest_of(body))
+    return decode_commit(at, body)
 
 
 def abort(store: ObjectStore, at: Position, reason: str) -> tuple[Commit, Ref]:
     """Give a step up, unless it was settled before: returns what its key holds now."""
-    record = Commit(format=FORMAT, attempt=at.attempt, step=at.step, aborted=reason[:2000] or "given up")
-    key = layout.commit_key(at)
-    body = create_owned(store, key, encode(record))
-    return decode(Commit, body, key), Ref(at.step, at.attempt, digest_of(body))
+    reason = reason[:2000] or "given up"
+    return _create(store, Commit(format=FORMAT, attempt=at.attempt, step=at.step, aborted=reason))
 
 
 def gather(store: ObjectStore, expected: Expected) -> dict[Writer, tuple[Fragment, FragmentRef]]:
@@ -115,7 +112,10 @@ def gather(store: ObjectStore, expected: Expected) -> dict[Writer, tuple[Fragmen
         writer = layout.parse_writer(info.key)
         if writer not in expected.writers:
             continue
-        body = bytes(store.read(info.key))
+        try:
+            body = bytes(store.read(info.key))
+        except ObjectNotFound:
+            continue  # collected since the listing: somebody else settled the step
         fragment = decode(Fragment, body, info.key)
         same = (
             fragment.attempt == expected.at.attempt
@@ -147,22 +147,16 @@ def diverging(fragments: Iterable[Fragment]) -> list[str]:
 
 def uncovered(fragments: Iterable[Fragment]) -> list[str]:
     """Names of leaves that the fragments do not tile: an element is missing, or held twice."""
-    boxes: dict[str, set[Box]] = {}
     spans: dict[str, list[tuple[Box, int, int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for fragment in fragments:
         for leaf in fragment.leaves:
             shapes[leaf.name] = leaf.shape
             for record in leaf.boxes:
-                boxes.setdefault(leaf.name, set()).add(record.box)
                 spans.setdefault(leaf.name, []).extend(
                     (record.box, chunk.start, chunk.stop) for chunk in record.chunks
                 )
-    return sorted(
-        name
-        for name, shape in shapes.items()
-        if not covers(shape, spans.get(name, ())) or overlap(list(boxes.get(name, ()))) is not None
-    )
+    return sorted(name for name, shape in shapes.items() if not covers(shape, spans.get(name, ())))
 
 
 def state_digest(fragments: Iterable[Fragment]) -> str:
@@ -293,7 +287,10 @@ def settle(
                     )
             trouble = None
         except CorruptError as error:
-            return abort(store, expected.at, f"a record does not read: {error.message.splitlines()[0]}")
+            reason = f"a record does not read: {error.message.splitlines()[0]}"
+            settled = abort(store, expected.at, reason)
+            _check_adoption(store, settled[0], me, mine)
+            return settled
         except StoreError as error:
             if not error.retryable:
                 raise
@@ -323,9 +320,7 @@ def _check_adoption(store: ObjectStore, record: Commit, me: Writer, mine: Fragme
 
 
 def _create(store: ObjectStore, record: Commit) -> tuple[Commit, Ref]:
-    key = layout.commit_key(record.at)
-    body = create_owned(store, key, encode(record))
-    return decode(Commit, body, key), Ref(record.step, record.attempt, digest_of(body))
+    return decode_commit(record.at, create_owned(store, layout.commit_key(record.at), encode(record)))
 
 
 def check_settled(record: Commit) -> None:

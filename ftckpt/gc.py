@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ftckpt import layout
-from ftckpt.attempts import Look, create_owned, look, read_pins
+from ftckpt.attempts import Look, create_owned, look, read_intents, read_pins
 from ftckpt.commit import abort
 from ftckpt.errors import CorruptError, GcStopped, StoreError
 from ftckpt.lineage import View, on_lineage, orphans, reach
@@ -78,13 +78,19 @@ def collect(
     """
     seen = look(store)
     victims = choose_victims(seen.view, read_pins(store), keep, abandoned)
-    if not dry_run and victims:
+    declared = not dry_run and bool(victims)
+    if declared:
         intent = Intent(intent=intent_id, victims=tuple(sorted((at.step, at.attempt) for at in victims)))
         create_owned(store, layout.intent_key(intent_id), encode(intent))
     seen = look(store)
     victims &= choose_victims(seen.view, read_pins(store), keep, abandoned)
     kept = seen.view.readable - victims
-    needed = _needed(store, seen, kept)
+    try:
+        needed = _needed(store, seen, kept)
+    except GcStopped:
+        if declared:
+            store.delete([layout.intent_key(intent_id)])
+        raise
     if not dry_run:
         for at in sorted(victims):
             tombstone = Tombstone(step=at.step, attempt=at.attempt, intent=intent_id)
@@ -107,8 +113,9 @@ def collect(
         _forget_aborted(store, seen, intent_id)
         for start in range(0, len(doomed), 500):
             store.delete(doomed[start : start + 500])
-        if victims:
+        if declared:
             store.delete([layout.intent_key(intent_id)])
+        _forget_intents(store, seen.view.collected | victims)
     return Collected(
         victims=tuple(sorted(victims)),
         kept=tuple(sorted(kept)),
@@ -136,6 +143,15 @@ def _needed(store: ObjectStore, seen: Look, kept: Collection[Position]) -> set[s
                 attempt=at.attempt,
             ) from error
     return needed
+
+
+def _forget_intents(store: ObjectStore, collected: Collection[Position]) -> None:
+    """Intents of collectors that died, once tombstones say all that they said. One that names a
+    commit without a tombstone stays: its collector may live, and may have read the pins already.
+    """
+    for intent in read_intents(store):
+        if all(Position(*victim) in collected for victim in intent.victims):
+            store.delete([layout.intent_key(intent.intent)])
 
 
 def _forget_aborted(store: ObjectStore, seen: Look, intent_id: str) -> None:

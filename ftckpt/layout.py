@@ -27,10 +27,10 @@ MAX_STEP = 10**12 - 1
 MAX_ATTEMPT = 10**6 - 1
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_WRITER = re.compile(r"([A-Za-z0-9_-]{1,64})\.(\d{1,6})\.([0-9a-f]{32})")
-_COMMIT = re.compile(r"(?:commits|collected)/(\d{12})-(\d{6})")
-_POSITION = re.compile(r"(?:packs|fragments|log)/(\d{6})/(\d{12})/(.+)")
-_NUMBERED = re.compile(r"(?:attempts|starts)/(\d{6})")
+_WRITER = re.compile(r"([A-Za-z0-9_-]{1,64})\.(0|[1-9][0-9]{0,5})\.([0-9a-f]{32})")
+_COMMIT = re.compile(r"(?:commits|collected)/([0-9]{12})-([0-9]{6})")
+_POSITION = re.compile(r"(?:packs|fragments|log)/([0-9]{6})/([0-9]{12})/(.+)")
+_NUMBERED = re.compile(r"(?:attempts|starts)/([0-9]{6})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,7 +98,7 @@ def intent_key(intent: str) -> str:
 def parse_number(key: str) -> int | None:
     """The attempt of a claim or start key."""
     match = _NUMBERED.fullmatch(key)
-    return int(match[1]) if match else None
+    return int(match[1]) if match and int(match[1]) else None
 
 
 def parse_commit(key: str) -> Position | None:

@@ -310,6 +310,8 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
         record = coder.decode(body, type=kind)
         if isinstance(record, Fragment):
             _check_fragment(record, key)
+        elif isinstance(record, Commit):
+            _check_commit(record, key)
         return record  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RecordCorrupt(f"RecordCorrupt: {key} does not decode\n  {error}", key=key) from error
@@ -322,6 +324,20 @@ class _Version(msgspec.Struct):
     format: int = FORMAT
 
 
+def _check_commit(commit: Commit, key: str) -> None:
+    for ref in commit.fragments:
+        if ref.size < 0 or ref.size > MAX_RECORD_BYTES or not _is_below(ref.key, "fragments"):
+            raise RecordCorrupt(
+                f"RecordCorrupt: {key} names a fragment that cannot be: {ref.key!r}, {ref.size} bytes",
+                key=key,
+            )
+
+
+def _is_below(key: str, folder: str) -> bool:
+    parts = key.split("/")
+    return len(parts) > 1 and parts[0] == folder and all(part and not part.startswith(".") for part in parts)
+
+
 def _check_fragment(fragment: Fragment, key: str) -> None:
     """Bounds that types do not state: no length or offset is trusted further down."""
 
@@ -329,13 +345,14 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
         return RecordCorrupt(f"RecordCorrupt: {key} {what}", key=key)
 
     for pack in fragment.packs:
-        parts = pack.key.split("/")
-        if pack.size < 0 or parts[0] != "packs" or any(part in {"", ".", ".."} for part in parts):
+        if pack.size < 0 or not _is_below(pack.key, "packs"):
             raise bad(f"names a pack that cannot be: {pack.key!r}, {pack.size} bytes")
     for leaf in fragment.leaves:
         shape = leaf.shape
         if leaf.dtype not in ITEMSIZE_BYTES or len(shape) > MAX_NDIM or any(n < 0 for n in shape):
             raise bad(f"gives {leaf.name!r} dtype {leaf.dtype!r} and shape {shape}")
+        if leaf.kind == "value" and (leaf.dtype != "uint8" or len(shape) != 1):
+            raise bad(f"gives {leaf.name!r}, which is packed bytes, dtype {leaf.dtype!r} and shape {shape}")
         itemsize = ITEMSIZE_BYTES[leaf.dtype]
         for record in leaf.boxes:
             flat = (*record.offset, *record.extent)

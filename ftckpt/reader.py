@@ -7,7 +7,7 @@ the settings, not by the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Event as Flag
@@ -93,13 +93,20 @@ def check_packs(store: ObjectStore, packs: Collection[tuple[str, int]], at: Posi
     Raises:
         ObjectDamaged: names the first that does not.
     """
+    for problem in _damaged_packs(store, packs, at):
+        raise problem
+
+
+def _damaged_packs(
+    store: ObjectStore, packs: Collection[tuple[str, int]], at: Position
+) -> Iterator[ObjectDamaged]:
     found: dict[str, int] = {}
     for prefix in sorted({key.rpartition("/")[0] for key, _ in packs}):
         found.update((info.key, info.size_bytes) for info in store.scan(prefix))
     for key, size in sorted(packs):
         if found.get(key) != size:
             state = f"has {found[key]} bytes" if key in found else "is absent"
-            raise ObjectDamaged(
+            yield ObjectDamaged(
                 f"ObjectDamaged: {key}, needed by {at}, {state}; the record states {size} bytes\n"
                 "  no tensor was touched",
                 key=key,
@@ -211,16 +218,16 @@ def read_values(
 ) -> dict[str, bytes]:
     """The packed bytes of every value leaf, by leaf name."""
     leaves = [leaf for leaf in leaf_specs(fragments).values() if leaf.kind == "value"]
-    buffers = [bytearray(leaf.shape[0] * ITEMSIZE_BYTES[leaf.dtype]) for leaf in leaves]
     wants = [(leaf, Box((0,), leaf.shape)) for leaf in leaves]
     fetches = plan_restore(wants, index_chunks(fragments))
+    check_packs(store, {(item.pack, item.pack_bytes) for item in fetches}, at)
+    buffers = [bytearray(leaf.shape[0]) for leaf in leaves]  # sizes that the chunks were found to fill
 
     def place(placement: Placement, raw: memoryview) -> None:
         start, size = placement.region.offset[0], placement.region.extent[0]
         skip = placement.first_byte + start - placement.piece.offset[0]
         buffers[placement.want][start : start + size] = raw[skip : skip + size]
 
-    check_packs(store, {(item.pack, item.pack_bytes) for item in fetches}, at)
     fetch(store, fetches, place, at, settings)
     return {leaf.name: bytes(buffer) for leaf, buffer in zip(leaves, buffers, strict=True)}
 
@@ -242,21 +249,11 @@ def verify_commit(
             fragments.append(read_fragment(store, ref, commit.at))
         except (CorruptError, StoreError) as error:
             problems.append(error)
-    fetches = [
-        Fetch(saved.leaf, saved.pack, saved.pack_bytes, saved.chunk, raw_bytes, ())
-        for name, spans in index_chunks(fragments).items()
-        for saved in spans
-        for raw_bytes in [(saved.chunk.stop - saved.chunk.start) * leaf_specs(fragments)[name].itemsize_bytes]
-    ]
-    sizes = {(item.pack, item.pack_bytes) for item in fetches}
-    bad: set[str] = set()
-    for key, size in sorted(sizes):
-        try:
-            check_packs(store, {(key, size)}, commit.at)
-        except (CorruptError, StoreError) as error:
-            problems.append(error)
-            bad.add(key)
-    fetches = sorted((f for f in fetches if f.pack not in bad), key=lambda f: (f.pack, f.chunk.offset))
+    fetches = _every_chunk(fragments)
+    damaged = list(_damaged_packs(store, {(item.pack, item.pack_bytes) for item in fetches}, commit.at))
+    problems.extend(damaged)
+    bad = {error.facts["key"] for error in damaged}
+    fetches = [item for item in fetches if item.pack not in bad]
     done, total = 0, sum(item.chunk.size for item in fetches)
     for run in coalesce(fetches, settings.gap_bytes, settings.run_bytes):
         try:
@@ -274,6 +271,21 @@ def verify_commit(
         if progress is not None:
             progress(done, total)
     return problems
+
+
+def _every_chunk(fragments: Iterable[Fragment]) -> list[Fetch]:
+    """Every chunk that any fragment names, in the order of packs and offsets, nothing left out."""
+    found: dict[tuple[str, int, str, int], Fetch] = {}
+    for fragment in fragments:
+        for leaf in fragment.leaves:
+            itemsize = ITEMSIZE_BYTES[leaf.dtype]
+            for chunk in (chunk for record in leaf.boxes for chunk in record.chunks):
+                pack = fragment.packs[chunk.pack]
+                raw_bytes = (chunk.stop - chunk.start) * itemsize
+                found[pack.key, chunk.offset, leaf.name, chunk.start] = Fetch(
+                    leaf.name, pack.key, pack.size, chunk, raw_bytes, ()
+                )
+    return [found[key] for key in sorted(found)]
 
 
 def fragment_owner(ref: FragmentRef) -> str:

@@ -20,8 +20,9 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("last", self.last), ("every", self.every)):
-            if value is not None and (isinstance(value, bool) or value < 1):
+        values: dict[str, object] = {"last": self.last, "every": self.every}
+        for name, value in values.items():
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise SettingsError(
                     f"SettingsError: keep {name}={value!r} has no meaning\n"
                     "  give a number of 1 or more, or None to keep everything; the newest commit is always kept",

@@ -22,7 +22,7 @@ from ftckpt.attempts import check_fence, look
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience, abort, check_settled, failure, put_fragment, read_commit, settle
-from ftckpt.errors import AlreadyExists, Fenced, FtckptError, SaveFailed
+from ftckpt.errors import AlreadyExists, Diverged, Fenced, FtckptError, SaveFailed
 from ftckpt.events import Event, Events, silent
 from ftckpt.layout import Writer
 from ftckpt.lineage import on_lineage
@@ -142,6 +142,7 @@ class SaveEngine:
         self._on_commit = on_commit
         self._index: Mapping[str, Sequence[Saved]] | None = None
         self._unsettled: Position | None = None
+        self._diverged: Diverged | None = None
         self._await: Position | None = None
         self._gone: frozenset[str] = frozenset()
         self._jobs: queue.Queue[tuple[SaveJob, SaveHandle] | None] = queue.Queue()
@@ -189,6 +190,7 @@ class SaveEngine:
         ``last_save``, the peers' last, is settled.
         """
         self._await = last_save
+        self._diverged = None
         self._parent = None
         self._index = None
 
@@ -241,22 +243,30 @@ class SaveEngine:
     def _save(self, job: SaveJob) -> Commit:
         self._settle_earlier()
         if self._await is not None or (self._parent is None and self._index is None):
-            self._find_parent(job.expected.at)
+            self._find_parent(job.expected.at.attempt, job.expected.at)
+        if self._diverged is not None:
+            job = replace(job, snapshot=None, trouble=str(self._diverged).splitlines()[0])
         expected = replace(job.expected, parent=self._parent)
         begun_s = self._clock.now_s()
         self._unsettled = expected.at
         fragment, cause = self._write(job, expected)
-        record, ref = settle(
-            self._store,
-            self._clock,
-            expected,
-            self._me,
-            fragment,
-            self._settings.patience,
-            lambda: self._gone,
-        )
+        try:
+            record, ref = settle(
+                self._store,
+                self._clock,
+                expected,
+                self._me,
+                fragment,
+                self._settings.patience,
+                lambda: self._gone,
+            )
+        except Diverged as error:
+            self._diverged = error
+            raise
         self._unsettled = None
-        if cause is not None:
+        if not record.aborted:
+            self._parent, self._index = ref, None
+        if cause is not None and not _names(record, self._me):
             raise SaveFailed(
                 f"SaveFailed: {expected.at} was not saved: {cause}\n"
                 "  earlier commits are intact; training may go on and the next save may succeed",
@@ -264,8 +274,6 @@ class SaveEngine:
             ) from cause
         check_settled(record)
         check_fence(self._store, expected.at.attempt)
-        self._parent = ref
-        self._index = None
         own = list(record.components.values())
         self._events(
             Event(
@@ -310,12 +318,13 @@ class SaveEngine:
     def _settle_earlier(self) -> None:
         """A save that ended in doubt is settled before the next is planned."""
         if self._unsettled is not None:
-            abort(self._store, self._unsettled, "its writer could not learn what became of it")
+            doubtful = self._unsettled
+            abort(self._store, doubtful, "its writer could not learn what became of it")
+            self._find_parent(doubtful.attempt)
             self._unsettled = None
-            self._find_parent(None)
 
-    def _find_parent(self, before: Position | None) -> None:
-        """Learn the newest commit of this attempt's lineage from the store."""
+    def _find_parent(self, attempt: int, before: Position | None = None) -> None:
+        """Learn the newest commit of this attempt's own lineage from the store."""
         if self._await is not None:
             end_s = self._clock.now_s() + self._settings.patience.deadline_s
             while layout.commit_key(self._await) not in {i.key for i in self._store.scan(layout.COMMITS)}:
@@ -324,7 +333,7 @@ class SaveEngine:
                 self._clock.sleep(self._settings.patience.max_poll_s)
             self._await = None
         seen = look(self._store)
-        lineage = on_lineage(seen.view)
+        lineage = on_lineage(seen.view, newest=attempt)
         at = next((o for o in lineage if before is None or o < before), None)
         if at is not None and at in seen.damaged:
             raise seen.damaged[at]
@@ -339,6 +348,11 @@ class SaveEngine:
                 found = look_commit(self._store, self._parent)
                 self._index = index_chunks(read_fragments(self._store, found))
         return self._index
+
+
+def _names(record: Commit, writer: Writer) -> bool:
+    """Whether the writer's fragment is part of the commit: its create got through after all."""
+    return any(ref.key == layout.fragment_key(record.at, writer) for ref in record.fragments)
 
 
 def look_commit(store: ObjectStore, ref: Ref) -> Commit:

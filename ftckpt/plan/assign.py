@@ -8,10 +8,12 @@ holdings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 
-from ftckpt.boxes import Box
+from ftckpt.boxes import Box, overlap
 from ftckpt.leaf import Holding
 
 DEFAULT_CHUNK_BYTES = 4 << 20
@@ -84,11 +86,17 @@ def _is_empty(holding: Holding) -> bool:
 
 
 def covers(shape: tuple[int, ...], spans: Sequence[tuple[Box, int, int]]) -> bool:
-    """Whether spans of boxes hold as many distinct elements as a tensor of that shape has.
+    """Whether spans of boxes hold every element of a tensor of that shape, and none twice.
 
     Equal spans count once (a slow owner and whoever took over may both have written one).
     """
-    numel = 1
-    for extent in shape:
-        numel *= extent
-    return sum(stop - start for _, start, stop in set(spans)) == numel
+    distinct = set(spans)
+    return sum(stop - start for _, start, stop in distinct) == prod(shape) and not held_twice(distinct)
+
+
+def held_twice(spans: Iterable[tuple[Box, int, int]]) -> bool:
+    """Whether two of these spans of boxes share an element."""
+    ordered = sorted(spans)
+    if any(box == other and start < stop for (box, _, stop), (other, start, _) in pairwise(ordered)):
+        return True
+    return overlap(list({box for box, _, _ in ordered})) is not None

@@ -13,6 +13,7 @@ from ftckpt.boxes import Box, intersect, rows_touched, span_boxes
 from ftckpt.errors import RecordCorrupt
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.manifest import ChunkRecord, Fragment
+from ftckpt.plan.assign import held_twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,10 @@ def plan_restore(
     Raises:
         RecordCorrupt: the saved chunks do not hold all wanted elements, or hold one twice.
     """
-    placements: dict[tuple[str, int, int, Box], tuple[Saved, list[Placement]]] = {}
+    placements: dict[tuple[str, str, int, int, Box], tuple[Saved, list[Placement]]] = {}
     for number, (leaf, wanted) in enumerate(wants):
         itemsize = ITEMSIZE_BYTES[leaf.dtype]
-        filled = 0
+        filled, used = 0, []
         for saved in index.get(leaf.name, ()) if wanted.numel else ():
             region = intersect(saved.box, wanted)
             if region is None:
@@ -97,18 +98,21 @@ def plan_restore(
             start, stop = max(first, chunk.start), min(last, chunk.stop)
             if start >= stop:
                 continue
+            used.append((saved.box, chunk.start, chunk.stop))
             for begins, piece in span_boxes(saved.box, start, stop):
                 part = intersect(piece, region)
                 if part is not None:
                     filled += part.numel
-                    key = (saved.pack, chunk.offset, chunk.start, saved.box)
+                    key = (saved.leaf, saved.pack, chunk.offset, chunk.start, saved.box)
                     placements.setdefault(key, (saved, []))[1].append(
                         Placement(number, piece, part, (begins - chunk.start) * itemsize)
                     )
-        if filled != wanted.numel:
+        twice = held_twice(used)
+        if filled != wanted.numel or twice:
             raise RecordCorrupt(
                 f"RecordCorrupt: the saved chunks give {filled} of the {wanted.numel} elements wanted of "
-                f"{leaf.name}\n  wanted {wanted}; the commit's fragments do not tile this leaf",
+                f"{leaf.name}{', some of them twice' if twice else ''}\n"
+                f"  wanted {wanted}; the commit's fragments do not tile this leaf",
                 leaf=leaf.name,
             )
     specs = {leaf.name: leaf for leaf, _ in wants}
