@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ftckpt import values
-from ftckpt.capture.sharding import fresh_like, local_of
+from ftckpt.capture.parts import fresh_like, local_of
 from ftckpt.capture.tensors import can_fill
 from ftckpt.capture.tree import MODULES, Draft, Filling, Inflating, Within, flatten, fresh_plain, malformed
 from ftckpt.values import TensorRef, joined

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftckpt import values
 from ftckpt.capture.modules import ModuleView
-from ftckpt.capture.sharding import Where, fresh_like, local_of
+from ftckpt.capture.parts import Where, fresh_like, is_dtensor, local_of
 from ftckpt.capture.tensors import fresh_tensor
 from ftckpt.capture.tree import OPTIMIZERS, Draft, Filling, Fresh, Inflating, Within, flatten, malformed
 from ftckpt.errors import UnsupportedValue
@@ -219,13 +218,13 @@ def _fresh_hyper(spec: LeafSpec, live: object, _key: object) -> torch.Tensor:
 
 def _refuse_local_shapes(parameter: torch.Tensor, state: Any, path: str, where: Where) -> None:
     """A plain tensor that has the shape of this rank's part only is not the same on every rank."""
-    if not isinstance(parameter, DTensor) or where.world == 1 or not isinstance(state, Mapping):
+    if not is_dtensor(parameter) or where.world == 1 or not isinstance(state, Mapping):
         return
     local = local_of(parameter).shape
     for key, value in state.items():
         if (
             isinstance(value, torch.Tensor)
-            and not isinstance(value, DTensor)
+            and not is_dtensor(value)
             and value.shape == local != parameter.shape
         ):
             values.refuse(

@@ -11,7 +11,7 @@ from ftckpt.capture.components import Component, Survey, survey
 from ftckpt.capture.marks import PerRank
 from ftckpt.capture.modules import fill_module
 from ftckpt.capture.optimizers import fill_optimizer
-from ftckpt.capture.sharding import Where
+from ftckpt.capture.parts import Where
 from ftckpt.capture.tree import (
     GENERATORS,
     MODULES,

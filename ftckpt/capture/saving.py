@@ -10,7 +10,7 @@ from ftckpt.capture import rng as generators
 from ftckpt.capture.components import Component, Survey, survey
 from ftckpt.capture.modules import capture_module
 from ftckpt.capture.optimizers import capture_optimizer
-from ftckpt.capture.sharding import Where
+from ftckpt.capture.parts import Where
 from ftckpt.capture.tree import Draft, LiveLeaf, Within, flatten
 
 

@@ -1,14 +1,13 @@
-"""Which part of a global tensor this rank holds, and who holds the very same part.
+"""Boxes of DTensors: which part of a global tensor this rank holds, and who holds the very same part.
 
-Knows DTensor: meshes and placements become a ``Box`` and a tuple of ranks, by arithmetic that every
-rank does alone. What is not one box, or is not what the placements say, is refused by name: a wrong
-offset would be a wrong file.
+Meshes and placements become a ``Box`` and a tuple of ranks, by arithmetic that every rank does
+alone. What is not one box, or is not what the placements say, is refused by name: a wrong offset
+would be a wrong file. Only imported once a DTensor is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -16,49 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ftckpt.boxes import Box, whole
-from ftckpt.capture.tensors import fresh_tensor, require_plain
+from ftckpt.boxes import Box
+from ftckpt.capture.parts import Part, Where
+from ftckpt.capture.tensors import require_plain
 from ftckpt.values import refuse
 
 Run = tuple[int, int]
 """Rows ``start … stop`` of one dimension, in elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """Who is asking: a rank of a replica group of ``world`` ranks."""
-
-    group: str
-    rank: int
-    world: int
-
-    @property
-    def owner(self) -> str:
-        return f"{self.group}.{self.rank}"
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.world))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """The local part of a tensor: ``local`` aliases its memory and has the extents of ``box``."""
-
-    local: torch.Tensor
-    shape: tuple[int, ...]
-    box: Box
-    ranks: tuple[int, ...]
-
-
-def part_of(tensor: torch.Tensor, leaf: str, where: Where) -> Part:
-    """What this rank holds of a tensor. A tensor that is no DTensor is held by all ranks alike."""
-    if not isinstance(tensor, DTensor):
-        plain = require_plain(tensor, leaf)
-        return Part(plain, tuple(plain.shape), whole(plain.shape), where.ranks)
+def sharded_part(tensor: torch.Tensor, leaf: str, where: Where) -> Part:
+    """What this rank holds of a DTensor."""
+    assert isinstance(tensor, DTensor)
     shape = tuple(tensor.shape)
-    local = local_of(tensor).detach()
-    local = require_plain(local, leaf)
+    local = require_plain(local_shard(tensor).detach(), leaf)
     spec = tensor._spec  # noqa: SLF001 — the order of sharding is told nowhere else
     ranks = _holders(tensor, spec.mesh, spec.placements, leaf, where)
     usual = spec.compute_default_shard_order(spec.placements)
@@ -75,24 +45,18 @@ def part_of(tensor: torch.Tensor, leaf: str, where: Where) -> Part:
     return Part(local, shape, box, ranks)
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part itself; ``to_local()`` would be a new tensor and a step of autograd."""
-    if not isinstance(tensor, DTensor):
-        return tensor
+    assert isinstance(tensor, DTensor)
     local = tensor._local_tensor  # noqa: SLF001
     return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def fresh_like(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Unfilled memory for a tensor of the same shape, device, sharding and memory order."""
-    local = local_of(tensor)
-    fresh = fresh_tensor(local.shape, dtype, local.device)
-    if not local.is_contiguous() and dtype != "complex32":
-        fresh = torch.empty_like(local, dtype=fresh.dtype, requires_grad=False)
-    if not isinstance(tensor, DTensor):
-        return fresh
+def like_sharded(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor laid out as ``tensor`` is, with another local part."""
+    assert isinstance(tensor, DTensor)
     return DTensor.from_local(
-        fresh.detach(),
+        local,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,

@@ -20,12 +20,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ftckpt import values
 from ftckpt.boxes import Box, whole
 from ftckpt.capture.marks import Frozen, PerRank
-from ftckpt.capture.sharding import Where, fresh_like, local_of, part_of
+from ftckpt.capture.parts import Where, fresh_like, is_dtensor, local_of, part_of
 from ftckpt.capture.tensors import can_fill, dtype_name, fresh_tensor
 from ftckpt.errors import RecordCorrupt, UnsupportedValue
 from ftckpt.leaf import ITEMSIZE_BYTES, Holding, LeafSpec
@@ -90,7 +89,7 @@ class Draft:
             return met[1]
         name = path + within.suffix
         part = part_of(tensor, name, self.where)
-        if within.owner and isinstance(tensor, DTensor):
+        if within.owner and is_dtensor(tensor):
             values.refuse(tensor, name, "a DTensor belongs to all ranks of its mesh and cannot be PerRank")
         spec = LeafSpec(name, "tensor", dtype_name(part.local.dtype), part.shape, within.owner)
         ranks = (self.where.rank,) if within.owner else part.ranks
@@ -424,7 +423,7 @@ def own_tree(
 def fresh_plain(spec: LeafSpec, live: object, _key: object) -> torch.Tensor:
     """Like the live tensor where there is one of that shape; else a plain tensor, on its device or the CPU."""
     if isinstance(live, torch.Tensor) and tuple(live.shape) == spec.shape and not live.is_meta:
-        if isinstance(live, DTensor):
+        if is_dtensor(live):
             return fresh_like(live, spec.dtype)
         return fresh_tensor(spec.shape, spec.dtype, live.device)
     device = live.device if isinstance(live, torch.Tensor) and not live.is_meta else "cpu"

@@ -90,8 +90,9 @@ def write(saved: Saved, path: Path) -> None:
             p.box.offset,
             p.box.extent,
             p.ranks,
+            p.raw,
+            p.lazy,
         ]
-        + [p.raw, p.lazy]
         for p in saved
     ]
     path.write_bytes(pack(rows, leaf="rows"))

@@ -12,14 +12,14 @@ from tests.capture.memory import restore, save
 
 
 def draws() -> tuple:
-    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist()
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist()  # noqa: NPY002
 
 
 def test_the_next_draws_after_a_restore_are_those_of_the_straight_run():
     reseed(1, 0, 0)
     draws()
     random.gauss(0, 1)  # leaves half a pair behind, in Python and in NumPy
-    np.random.randn()
+    np.random.randn()  # noqa: NPY002
     saved = save({})
     expected = draws()
     draws()

@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 from ftckpt.capture import Frozen, capture
 from ftckpt.errors import StateMismatch, UnsupportedValue
@@ -67,10 +69,19 @@ WRAPPED = {
     "ckpt": lambda: checkpoint_wrapper(Net()),
     "compile(ckpt)": lambda: compiled(checkpoint_wrapper(Net())),
     "ckpt(compile)": lambda: checkpoint_wrapper(compiled(Net())),
+    "ddp(compile)": lambda: DistributedDataParallel(compiled(Net())),
+    "ddp": lambda: DistributedDataParallel(Net()),
     "dp(compile)": lambda: nn.DataParallel(compiled(Net())),
     "inner compile(ckpt)": lambda: wrapped_inside(lambda m: compiled(checkpoint_wrapper(m))),
     "inner ckpt(compile)": lambda: wrapped_inside(lambda m: checkpoint_wrapper(compiled(m))),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrap", WRAPPED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, LBFGS, Adagrad, Muon, NAdam, RMSprop
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, RMSprop
 from torch.optim import lr_scheduler as lrs
 
 from ftckpt.errors import StateMismatch, UnsupportedValue
@@ -346,8 +346,18 @@ def schedulers(optim):
 @pytest.mark.parametrize("make_optim", ["adamw", "tensor lr"])
 @pytest.mark.parametrize(
     "name",
-    ["multistep", "cosine", "onecycle", "cyclic", "sequential", "lambda"]
-    + ["exponential", "restarts", "plateau", "swa"],
+    [
+        "multistep",
+        "cosine",
+        "onecycle",
+        "cyclic",
+        "sequential",
+        "lambda",
+        "exponential",
+        "restarts",
+        "plateau",
+        "swa",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning", "ignore:The epoch parameter:UserWarning")
 def test_the_learning_rate_goes_on_along_the_straight_curve(name, make_optim):

@@ -121,7 +121,7 @@ def quantized() -> torch.Tensor:
         ),
         (quantized, "qint8"),
         (freed, "freed"),
-        (lambda: torch.nn.parameter.UninitializedParameter(), "shape"),
+        (torch.nn.parameter.UninitializedParameter, "shape"),
         (lambda: torch.empty(2, dtype=torch.bits8), "bits8"),
     ],
     ids=["subclass", "meta", "sparse", "jagged", "quantized", "freed", "uninitialized", "bits"],

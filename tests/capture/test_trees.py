@@ -141,7 +141,7 @@ def test_keys_that_look_like_each_other_or_like_names_never_collide():
         "t@g0.0": torch.tensor(18),
         "": {"k": torch.tensor(19)},
     }
-    live = {name: None for name in clashing}
+    live = dict.fromkeys(clashing)
 
     saved = save(clashing, rng=False)
     restore(saved, live, rng=False)
