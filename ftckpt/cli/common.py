@@ -23,9 +23,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 from ftckpt.errors import FtckptError, RunNotFound
+from ftckpt.events import Event
 
 if TYPE_CHECKING:
     from ftckpt.run import Run
+    from ftckpt.store.api import ObjectStore
 
 PIPE_WIDTH = 200
 """Columns of a table that no terminal shows; what is longer is folded, never cut off."""
@@ -83,13 +85,31 @@ def parse_options(given: Sequence[str] | None) -> dict[str, object]:
     return options
 
 
+def tell_retry(event: Event) -> None:
+    """Say on stderr that a store does not answer, once per call that has to wait."""
+    if event.name == "store.retry" and event.fields["tries"] == 1:
+        print(f"trying again: {event.fields['why']}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def opening(uri: str, options: Mapping[str, object], *, one_writer: bool) -> Iterator[ObjectStore]:
+    """The store at an address; ``one_writer`` allows creates that are not exclusive."""
+    from ftckpt.store import open_store
+
+    store = open_store(uri, options=options, allow_unconditional=one_writer, events=tell_retry)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
 @contextmanager
 def reading(address: str, given: Sequence[str] | None) -> Iterator[Run]:
     """The run at an address, for reading."""
-    from ftckpt.run import open_run
+    from ftckpt.run import Run
 
-    with open_run(locate(address), store_options=parse_options(given)) as run:
-        yield run
+    with opening(locate(address), parse_options(given), one_writer=True) as store:
+        yield Run(store)
 
 
 @contextmanager
@@ -155,8 +175,12 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def print_table(rows: Table) -> None:
-    """The table on stdout."""
-    console().print(rows, soft_wrap=False)
+    """The table on stdout, without blanks at the ends of lines."""
+    made = console()
+    with made.capture() as text:
+        made.print(rows, soft_wrap=False)
+    for line in text.get().splitlines():
+        print(line.rstrip())
 
 
 def size(n_bytes: int) -> str:

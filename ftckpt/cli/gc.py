@@ -16,6 +16,7 @@ from ftckpt.cli.common import (
     StoreOptions,
     busy,
     locate,
+    opening,
     parse_options,
     print_json,
     reporting,
@@ -87,14 +88,10 @@ def gc(
 @contextmanager
 def _writing(address: str, given: Sequence[str] | None, one_writer: bool) -> Iterator[ObjectStore]:
     from ftckpt.attempts import find_run
-    from ftckpt.store import open_store
 
-    store = open_store(locate(address), options=parse_options(given), allow_unconditional=one_writer)
-    try:
+    with opening(locate(address), parse_options(given), one_writer=one_writer) as store:
         find_run(store)
         yield store
-    finally:
-        store.close()
 
 
 def _collect(

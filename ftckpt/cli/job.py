@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -17,13 +17,13 @@ import typer
 
 from ftckpt.attempts import check_fence
 from ftckpt.begin import Begun, Caller, OnEmpty, begin
+from ftckpt.cli.common import opening
 from ftckpt.cli.progress import Teller
 from ftckpt.elastic.supervisor import JobPlan, Supervisor
 from ftckpt.errors import SettingsError
 from ftckpt.events import Event
 from ftckpt.manifest import Commit
-from ftckpt.restore import read_ref
-from ftckpt.store import open_store
+from ftckpt.restoring import read_ref
 from ftckpt.store.api import ObjectStore
 
 Groups = Annotated[int, typer.Option("--groups", min=1, metavar="N", help="Replica groups.")]
@@ -74,14 +74,9 @@ class Job:
         )
 
 
-@contextmanager
-def opened(job: Job) -> Iterator[ObjectStore]:
+def opened(job: Job) -> AbstractContextManager[ObjectStore]:
     """The job's store."""
-    store = open_store(job.uri, options=job.options, allow_unconditional=job.allow_unconditional)
-    try:
-        yield store
-    finally:
-        store.close()
+    return opening(job.uri, job.options, one_writer=job.allow_unconditional)
 
 
 def rank_environ(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
