@@ -216,3 +216,8 @@ class SettingsDiffer(SettingsError):
 
 class MembershipError(FtckptError, RuntimeError):
     """A replica group cannot take part."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; its class when it has no text."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -45,7 +45,7 @@ from ftckpt.reader import (
     read_values,
     verify_commit,
 )
-from ftckpt.restore import restore_into
+from ftckpt.restoring import restore_into
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
 from ftckpt.values import unpack

@@ -30,6 +30,7 @@ from ftckpt.errors import (
     SaveFailed,
     SettingsError,
     TooManyFailedSaves,
+    first_line,
 )
 from ftckpt.events import Event, Events, to_logging
 from ftckpt.gc import collect
@@ -39,7 +40,7 @@ from ftckpt.manifest import Commit, Position, Ref
 from ftckpt.membership import Membership, alone
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
 from ftckpt.ranks import Ranks, agree, fail_together, ranks_here, tell
-from ftckpt.restore import read_ref, restore_into
+from ftckpt.restoring import read_ref, restore_into
 from ftckpt.retention import Keep
 from ftckpt.session.heal import LiveState
 from ftckpt.session.settings import Members, Settings
@@ -460,7 +461,7 @@ class Session:
         if limit is not None and outcome.failed_in_row >= limit:
             raise TooManyFailedSaves(
                 f"TooManyFailedSaves: {outcome.failed_in_row} saves in a row failed, the limit is {limit}\n"
-                f"  last reason: {str(outcome.errors[-1]).splitlines()[0] if outcome.errors else 'see the log'}\n"
+                f"  last reason: {first_line(outcome.errors[-1]) if outcome.errors else 'see the log'}\n"
                 f"  the newest commit is {'step ' + str(outcome.last.step) if outcome.last else 'the restored one'}",
                 failed=outcome.failed_in_row,
             )

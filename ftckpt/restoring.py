@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ftckpt.capture import place, target
 from ftckpt.commit import read_commit
-from ftckpt.errors import ObjectDamaged, RestoreIncomplete
+from ftckpt.errors import ObjectDamaged, RestoreIncomplete, first_line
 from ftckpt.layout import commit_key
 from ftckpt.manifest import Commit, Ref
 from ftckpt.plan.restore import Placement, index_chunks, plan_restore
@@ -113,7 +113,7 @@ def restore_into(
         names = tuple(sorted(begun))
         raise RestoreIncomplete(
             f"RestoreIncomplete: restoring {at} failed after it had begun to overwrite {', '.join(names)}\n"
-            f"  {str(error).splitlines()[0]}\n"
+            f"  {first_line(error)}\n"
             "  no plain value was applied and no load_state_dict was called; the live state must not be used\n"
             "  the store is unchanged: start a new process and restore again, or an older step",
             components=names,
