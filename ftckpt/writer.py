@@ -22,7 +22,7 @@ from ftckpt.attempts import check_fence, look
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience, abort, check_settled, failure, put_fragment, read_commit, settle
-from ftckpt.errors import AlreadyExists, Diverged, Fenced, FtckptError, SaveFailed
+from ftckpt.errors import AlreadyExists, Diverged, Fenced, FtckptError, SaveFailed, StoreError, first_line
 from ftckpt.events import Event, Events, silent
 from ftckpt.layout import Writer
 from ftckpt.lineage import on_lineage
@@ -228,9 +228,7 @@ class SaveEngine:
                         self._outcome.fenced = error
                     self._waiting -= 1
                     self._changed.notify_all()
-                self._events(
-                    Event("save.failed", {"step": handle.step, "error": str(error).splitlines()[0][:500]})
-                )
+                self._events(Event("save.failed", {"step": handle.step, "error": first_line(error)[:500]}))
                 handle._future.set_exception(error)  # noqa: SLF001 - the two are one thing
             else:
                 with self._changed:
@@ -245,21 +243,13 @@ class SaveEngine:
         if self._await is not None or (self._parent is None and self._index is None):
             self._find_parent(job.expected.at.attempt, job.expected.at)
         if self._diverged is not None:
-            job = replace(job, snapshot=None, trouble=str(self._diverged).splitlines()[0])
+            job = replace(job, snapshot=None, trouble=first_line(self._diverged))
         expected = replace(job.expected, parent=self._parent)
         begun_s = self._clock.now_s()
         self._unsettled = expected.at
         fragment, cause = self._write(job, expected)
         try:
-            record, ref = settle(
-                self._store,
-                self._clock,
-                expected,
-                self._me,
-                fragment,
-                self._settings.patience,
-                lambda: self._gone,
-            )
+            record, ref = self._settle(expected, fragment, cause)
         except Diverged as error:
             self._diverged = error
             raise
@@ -267,11 +257,7 @@ class SaveEngine:
         if not record.aborted:
             self._parent, self._index = ref, None
         if cause is not None and not _names(record, self._me):
-            raise SaveFailed(
-                f"SaveFailed: {expected.at} was not saved: {cause}\n"
-                "  earlier commits are intact; training may go on and the next save may succeed",
-                step=expected.at.step,
-            ) from cause
+            raise _failed(expected.at, cause) from cause
         check_settled(record)
         check_fence(self._store, expected.at.attempt)
         own = list(record.components.values())
@@ -292,8 +278,10 @@ class SaveEngine:
         self._on_commit(record)
         return record
 
-    def _write(self, job: SaveJob, expected: Expected) -> tuple[Fragment, BaseException | None]:
-        """Put packs and fragment; when that fails, a failure fragment so that nobody waits for it."""
+    def _write(self, job: SaveJob, expected: Expected) -> tuple[Fragment | None, BaseException | None]:
+        """Put packs and fragment; when that fails, a failure fragment so that nobody waits for it.
+        ``None``: not even that could be put.
+        """
         try:
             if job.snapshot is None:
                 raise SaveFailed(f"SaveFailed: {job.trouble}")
@@ -308,12 +296,33 @@ class SaveEngine:
             put_fragment(self._store, fragment, self._me)
             return fragment, None
         except Exception as error:
-            fragment = failure(expected, self._me, str(error).splitlines()[0])
+            fragment = failure(expected, self._me, first_line(error))
             try:
                 put_fragment(self._store, fragment, self._me)
             except FtckptError as second:
                 error.add_note(f"and the failure could not be told to the others: {second}")
+                return None, error
             return fragment, error
+
+    def _settle(
+        self, expected: Expected, fragment: Fragment | None, cause: BaseException | None
+    ) -> tuple[Commit, Ref]:
+        """What became of the step. A writer that could not even put its failure gives it up at once."""
+        try:
+            if fragment is None:
+                assert cause is not None
+                return abort(self._store, expected.at, f"{self._me}: {first_line(cause)}")
+            return settle(
+                self._store,
+                self._clock,
+                expected,
+                self._me,
+                fragment,
+                self._settings.patience,
+                lambda: self._gone,
+            )
+        except StoreError as error:
+            raise _failed(expected.at, cause or error) from (cause or error)
 
     def _settle_earlier(self) -> None:
         """A save that ended in doubt is settled before the next is planned."""
@@ -348,6 +357,14 @@ class SaveEngine:
                 found = look_commit(self._store, self._parent)
                 self._index = index_chunks(read_fragments(self._store, found))
         return self._index
+
+
+def _failed(at: Position, cause: BaseException) -> SaveFailed:
+    return SaveFailed(
+        f"SaveFailed: {at} was not saved: {cause}\n"
+        "  earlier commits are intact; training may go on and the next save may succeed",
+        step=at.step,
+    )
 
 
 def _names(record: Commit, writer: Writer) -> bool:
