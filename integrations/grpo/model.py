@@ -25,7 +25,8 @@ from ftckpt.integrations.grpo.seeds import derive
 from ftckpt.integrations.grpo.tasks import Task
 
 CHARACTERS = "0123456789+-="
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_NAME = "SmolLM2-135M-Instruct"
+SMOLLM2_FILE = f"{SMOLLM2_NAME}.Q4_1.gguf"
 
 
 class Tokenizer(Protocol):
@@ -115,6 +116,9 @@ class ChatTokenizer:
             pad = 0 if self.eos_id != 0 else 1
         self.pad_id = int(pad)
 
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
     def prompt(self, question: str) -> list[int]:
         if self._tokenizer.chat_template is None:
             return self.encode(question)
@@ -140,7 +144,8 @@ def load_policy(name: str, *, seed: int, device: str = "cpu") -> Policy:
     if name == "tiny":
         policy = _tiny(seed)
     elif name == "smollm2":
-        policy = _smollm2(find_smollm2())
+        kept = smollm2_folder() / SMOLLM2_NAME
+        policy = _folder(kept) if kept.is_dir() else read_gguf(find_smollm2())
     elif Path(name).is_dir():
         policy = _folder(Path(name))
     else:
@@ -185,7 +190,10 @@ def warm_up(policy: Policy, task: Task, *, steps: int, seed: int, length: int) -
 
 
 def smollm2_folder() -> Path:
-    """Where the GGUF file is kept: ``$FTCKPT_SMOLLM2``, or a folder in the user's cache."""
+    """Where SmolLM2 is kept: ``$FTCKPT_SMOLLM2``, or a folder in the user's cache.
+
+    It holds the GGUF file, and ``SMOLLM2_NAME``: the same weights, unpacked, which load in seconds.
+    """
     if folder := os.environ.get("FTCKPT_SMOLLM2"):
         return Path(folder)
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -208,6 +216,26 @@ def find_smollm2() -> Path:
     )
 
 
+def read_gguf(file: Path) -> Policy:
+    """A model read from GGUF remembers that it was quantised and cannot be saved; its weights move
+    into a fresh one. Takes half a minute.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    with redirect_stderr(StringIO()):  # a progress bar of transformers' own
+        quantised: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    config = copy.deepcopy(quantised.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._attn_implementation = "eager"  # noqa: SLF001 -- the only way to set it on a config that exists
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(quantised.state_dict())
+    return Policy(model, ChatTokenizer(tokenizer))
+
+
 def _tiny(seed: int) -> Policy:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -228,26 +256,6 @@ def _tiny(seed: int) -> Policy:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "tiny"))
         return Policy(LlamaForCausalLM(LlamaConfig(**settings)), tokenizer)
-
-
-def _smollm2(file: Path) -> Policy:
-    """A model read from GGUF remembers that it was quantised and cannot be saved; its weights move
-    into a fresh one.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-    with redirect_stderr(StringIO()):  # a progress bar of transformers' own
-        quantised: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, local_files_only=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-    config = copy.deepcopy(quantised.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config._attn_implementation = "eager"  # noqa: SLF001 -- the only way to set it on a config that exists
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(quantised.state_dict())
-    return Policy(model, ChatTokenizer(tokenizer))
 
 
 def _folder(folder: Path) -> Policy:

@@ -16,6 +16,7 @@ multi-turn answers, evaluation, dropout.
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -135,7 +136,7 @@ class GRPOTrainer:
 
     def train(self) -> None:
         """Train up to ``config.steps``, from wherever the counters stand."""
-        metrics = self._metrics if self._metrics is not None else open_metrics(self.config.out)
+        metrics = self._metrics if self._metrics is not None else open_metrics(self.config.out, sys.stdout)
         try:
             for step in self.steps(until=self.config.steps):
                 self.train_step(step, metrics)

@@ -210,7 +210,7 @@ def test_what_wrap_asks_is_answered(build):
         "critic_schedule",
     }
     assert adapter.settings(trainer)["replica_group"] is trainer.group
-    assert adapter.settings(lonely) == {"save_every": 20, "keep": 3, "run_seed": 0}
+    assert adapter.settings(lonely) == {"save_every": 20, "keep": 3, "run_seed": 0, "derives_seeds": True}
     assert list(trainer.steps(until=10)) == [8, 9, 10] and trainer.restored == "step 7"
 
 
