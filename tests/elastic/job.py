@@ -101,6 +101,13 @@ class Job:
             f"step {step} with {participants} participants",
         )
 
+    def wait_for_ready(self, group: str, life: int) -> None:
+        """Return once every rank of that life has imported everything and only has to join."""
+        for rank in range(self._nproc):
+            self._wait(
+                lambda rank=rank: self.output(group, rank).count("ready\n") > life, group, "ready again"
+            )
+
     def finish(self) -> None:
         """Wait for all groups to end by themselves."""
         for group, processes in self._running.items():
@@ -139,7 +146,7 @@ class Job:
 
 
 @contextmanager
-def start_job(folder: Path, mode: str = "plain", nproc: int = 1, limit_s: float = 55.0) -> Iterator[Job]:
+def start_job(folder: Path, mode: str = "plain", nproc: int = 1, limit_s: float = 80.0) -> Iterator[Job]:
     job = Job(folder, mode, nproc, time.monotonic() + limit_s)
     try:
         job.start_lighthouse()

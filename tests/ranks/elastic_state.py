@@ -7,8 +7,6 @@ import json
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 SLOTS = 8
 
@@ -25,6 +23,9 @@ class State:
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.GELU(), torch.nn.Linear(33, 9))
         self.model.register_buffer("finished", torch.zeros((), dtype=torch.int64))
         if fsdp:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
             mesh = init_device_mesh("cpu", (world,))
             for layer in (self.model[0], self.model[2]):
                 fully_shard(layer, mesh=mesh)
