@@ -65,7 +65,8 @@ def survey(state: Mapping[str, object]) -> Survey:
     views = {c.name: view_module(c.name, c.value) for c in components if c.kind == "module"}
     optimizers = [c.value for c in components if isinstance(c.value, torch.optim.Optimizer)]
     owned = frozenset(key for optimizer in optimizers for key in owned_ids(optimizer))
-    return Survey(components, views, ParameterNames(list(views.values())), owned)
+    names = ParameterNames([views[name] for name in sorted(views)])  # whatever order the state is listed in
+    return Survey(components, views, names, owned)
 
 
 def _component(state: Mapping[str, object], key: object, value: Any) -> Component:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class ModuleView:
 def view_module(component: str, module: nn.Module) -> ModuleView:
     """Look at a module. Changes nothing but what ``state_dict()`` does: FSDP2 goes back to its shards."""
     for name, inner in module.named_modules():
-        if _is_class(inner, _FSDP1):
+        if _FSDP1 in _class_names(type(inner)):
             values.refuse(
                 inner, values.joined(component, name), "FSDP1 is not supported; use fully_shard (FSDP2)"
             )
@@ -202,17 +202,15 @@ def _locate(root: nn.Module, key: str) -> tuple[str, nn.Module, str]:
 
 
 def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
-    for name in _class_names(module):
-        attribute = _WRAPPERS.get(name)
-        if attribute is not None:
-            return attribute, module.get_submodule(attribute)
-    return None
+    attribute = _wraps_as(type(module))
+    return (attribute, module.get_submodule(attribute)) if attribute else None
 
 
-def _is_class(module: nn.Module, name: str) -> bool:
-    return name in _class_names(module)
+@lru_cache(maxsize=4096)
+def _wraps_as(kind: Any) -> str | None:  # a class, which mypy does not take for hashable
+    return next((_WRAPPERS[name] for name in _class_names(kind) if name in _WRAPPERS), None)
 
 
-def _class_names(module: nn.Module) -> Iterator[str]:
-    for base in type(module).__mro__:
+def _class_names(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
         yield f"{base.__module__}.{base.__qualname__}"

@@ -125,8 +125,9 @@ def _compare_group(
     filling: Filling, component: str, index: int, saved: Sequence[str], live: Sequence[str]
 ) -> None:
     path = f"{component}.param_groups.{index}"
-    missing = [f"{path}: {name}" for name in live if name not in set(saved)]
-    extra = [f"{path}: {name}" for name in saved if name not in set(live)]
+    saved_set, live_set = set(saved), set(live)
+    missing = [f"{path}: {name}" for name in live if name not in saved_set]
+    extra = [f"{path}: {name}" for name in saved if name not in live_set]
     if filling.strict:
         filling.missing += missing
         filling.extra += extra

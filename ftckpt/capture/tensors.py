@@ -72,7 +72,7 @@ def fresh_tensor(shape: Sequence[int], dtype: str, device: torch.device | str = 
 
 def can_fill(tensor: torch.Tensor) -> bool:
     """Whether bytes may be put into it: each element has a place of its own, and nothing is lazy."""
-    if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
         return False
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

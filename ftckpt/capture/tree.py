@@ -275,7 +275,10 @@ class Filling:
             + 1
         )
         high = low + reach * local.itemsize
-        others = self._claims.setdefault(local.untyped_storage().data_ptr(), [])
+        return self.claim_bytes(leaf, local.untyped_storage().data_ptr(), low, high)
+
+    def claim_bytes(self, leaf: str, storage: int, low: int, high: int) -> bool:
+        others = self._claims.setdefault(storage, [])
         if any(low < end and start < high and other != leaf for start, end, other in others):
             return False
         others.append((low, high, leaf))
@@ -312,7 +315,7 @@ class Inflating:
         if isinstance(node, (list, tuple, deque)):
             return self._sequence(node, live, path)
         if isinstance(node, np.ndarray):
-            return self._array(node, live)
+            return self._array(node, live, path)
         return node
 
     def _tensor(self, ref: TensorRef, live: Any, key: object) -> Any:
@@ -364,9 +367,11 @@ class Inflating:
         self.filling.then(self.phase, self.component, fill)
         return live
 
-    def _array(self, node: Any, live: Any) -> Any:
+    def _array(self, node: Any, live: Any, path: str) -> Any:
         same = type(live) is np.ndarray and live.dtype.str == node.dtype.str and live.shape == node.shape
         if not (self.in_place and same and live.flags.writeable and not _overlaps_itself(live)):
+            return node.copy()
+        if not self.filling.claim_bytes(path, 0, *np.lib.array_utils.byte_bounds(live)):
             return node.copy()
         self.filling.then(self.phase, self.component, lambda: np.copyto(live, node))
         return live

@@ -384,6 +384,20 @@ def test_the_learning_rate_goes_on_along_the_straight_curve(name, make_optim):
     assert live["schedule"].optimizer.param_groups is live["optim"].param_groups
 
 
+def test_a_parameter_of_two_modules_has_one_name_in_whatever_order_they_are_listed():
+    trunk = nn.Linear(2, 2)
+    modules = {"critic": nn.Sequential(trunk, nn.Linear(2, 1)), "actor": nn.Sequential(trunk)}
+    optim = SGD({p for m in modules.values() for p in m.parameters()}, momentum=0.9)
+    modules["critic"](torch.ones(1, 2)).sum().backward()
+    optim.step()
+
+    one = save({**modules, "optim": optim}, rng=False)
+    other = save({"optim": optim, "actor": modules["actor"], "critic": modules["critic"]}, rng=False)
+
+    assert "optim.state.actor.0.weight.momentum_buffer" in specs(one)
+    assert contents(one) == contents(other)
+
+
 def test_an_optimizer_listed_before_its_modules_is_the_same():
     state = build(OPTIMIZERS["adamw"])
     step(state, 0)

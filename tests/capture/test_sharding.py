@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def rows(runs) -> list[int]:
 def test_rows_are_dealt_out_as_torch_chunk_does(size, parts):
     dealt = [rows(shard_runs([(0, size)], parts, index)) for index in range(parts)]
 
-    assert sum(dealt, []) == list(range(size))
+    assert list(chain(*dealt)) == list(range(size))
     chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(parts)] if size else []
     assert dealt == chunks + [[]] * (parts - len(chunks))
 
@@ -38,7 +39,7 @@ def test_strided_rows_go_to_each_part_from_each_cut(size, split, parts):
     for index in range(parts):
         pieces = [cut.chunk(parts) for cut in cuts]
         assert dealt[index] == [row for p in pieces if index < len(p) for row in p[index].tolist()]
-    assert sorted(sum(dealt, [])) == list(range(size))
+    assert sorted(chain(*dealt)) == list(range(size))
 
 
 def test_rows_that_touch_are_one_run():

@@ -115,6 +115,15 @@ def test_arrays_are_filled_in_place_when_they_fit_and_replaced_when_not():
     assert np.array_equal(live["b"], np.arange(4))
 
 
+def test_live_arrays_that_share_memory_are_taken_apart():
+    base = np.zeros(4)
+    live = {"t": {"a": base[:3], "b": base[1:]}}
+
+    restore(save({"t": {"a": np.arange(3.0), "b": np.arange(3.0) + 10}}), live)
+
+    assert live["t"]["a"].tolist() == [0, 1, 2] and live["t"]["b"].tolist() == [10, 11, 12]
+
+
 CLASHING = {
     "a.b": torch.tensor(1),
     "a": {"b": torch.tensor(2), "": torch.tensor(3)},
