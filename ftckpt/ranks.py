@@ -7,7 +7,8 @@ is a key in the job's own key-value store, which every rank looks at between ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -132,17 +133,27 @@ def tell(ranks: Ranks, mine: Mapping[str, object]) -> Mapping[str, object]:
     return found
 
 
-def fail_together(ranks: Ranks, error: BaseException | None, doing: str) -> None:
-    """Raise on every rank if any rank failed: its own error where it has one, else whose and what."""
+@contextmanager
+def together(ranks: Ranks, doing: str) -> Iterator[None]:
+    """For a ``with`` that all ranks enter: if its body fails on any, it raises on every rank, the own
+    error where there is one, else whose and what.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as trouble:
+        error = trouble
     mine = b"" if error is None else f"{type(error).__name__}\n{error}".encode()
     failed = [(rank, body.decode()) for rank, body in enumerate(ranks.gather(mine)) if body]
     if error is not None:
+        if ranks.world > 1:
+            error.add_note(f"this happened on rank {ranks.rank} of {ranks.world} while {doing}")
         raise error
     if failed:
         rank, text = failed[0]
         name, _, message = text.partition("\n")
         raise _kind(name)(
-            f"{message}\n  this happened on rank {rank} of {ranks.world} while {doing}; "
+            f"{message or name}\n  this happened on rank {rank} of {ranks.world} while {doing}; "
             "every rank of the job stops with it",
             rank=rank,
         )

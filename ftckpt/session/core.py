@@ -36,10 +36,10 @@ from ftckpt.events import Event, Events, to_logging
 from ftckpt.gc import collect
 from ftckpt.guarantee import Facts, judge
 from ftckpt.layout import Writer
-from ftckpt.manifest import Commit, Position, Ref
+from ftckpt.manifest import Commit, Guarantee, Position, Ref
 from ftckpt.membership import Membership, alone
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
-from ftckpt.ranks import Ranks, agree, fail_together, ranks_here, tell
+from ftckpt.ranks import Ranks, agree, ranks_here, tell, together
 from ftckpt.restoring import read_ref, restore_into
 from ftckpt.retention import Keep
 from ftckpt.session.heal import LiveState
@@ -222,7 +222,15 @@ class Session:
                 last=last,
             )
         self._at.finished = max(self._at.finished, step)
-        handle = inside.engine.submit(self._job(step))
+        expected = self._expected(step)
+        try:
+            job = self._job(expected)
+        except Exception as error:
+            if len(expected.writers) > 1:  # the others need not wait for a share that will not come
+                inside.engine.submit(SaveJob(expected, None, trouble=first_line(error)))
+                self._at.saved = step
+            raise
+        handle = inside.engine.submit(job)
         self._at.saved, self._at.handle, self._at.owed = step, handle, False
         if self._group is not None:
             self._group.register_save(step)
@@ -234,22 +242,35 @@ class Session:
         assert self._entered is None, "a session is entered once"
         ranks = ranks_here(self._launch.world)
         agree(ranks, self._shared_settings())
-        store = self._open_store()
-        error: BaseException | None = None
+        with together(ranks, "looking at the state"):
+            capture(self.state, group=self._launch.group, rank=ranks.rank, world=ranks.world)
+        with together(ranks, "opening the store"):
+            store = self._open_store()
+        try:
+            self._enter(store, ranks)
+        except BaseException:
+            if self._entered is None:
+                store.close()
+            raise
+        try:
+            if self._group is None and self._at.restored is None:
+                self.save(0)
+        except BaseException as trouble:
+            self.__exit__(type(trouble), trouble, trouble.__traceback__)
+            raise
+        return self
+
+    def _enter(self, store: ObjectStore, ranks: Ranks) -> None:
+        """Begin an attempt and restore what it starts from, on all ranks or on none."""
         begun: Mapping[str, object] = {}
-        try:
+        with together(ranks, "beginning the attempt"):
             begun = self._begin(store) if ranks.rank == 0 else {}
-        except FtckptError as trouble:
-            error = trouble
-        fail_together(ranks, error, "beginning the attempt")
         begun = tell(ranks, begun)
-        attempt = int(str(begun["attempt"]))
-        try:
+        attempt, incarnation = int(str(begun["attempt"])), str(begun["incarnation"])
+        parent: Ref | None = None
+        with together(ranks, "restoring"):
             parent = self._restore(store, ranks, attempt)
-        except (FtckptError, OSError, RuntimeError, ValueError, TypeError) as trouble:
-            error, parent = trouble, None
-        fail_together(ranks, error, "restoring")
-        incarnation = str(begun["incarnation"])
+        self._at.membership = alone(self._launch.group, incarnation)
         if self._group is not None:
             self._group.open(
                 step=self._at.finished,
@@ -257,30 +278,20 @@ class Session:
                 attempt=attempt,
                 on_turn=self._at_turn,
             )
-            incarnation = self._group.incarnation
+            incarnation, self._at.membership = self._group.incarnation, None
         me = Writer(self._launch.group, ranks.rank, incarnation)
+        patience = Patience(deadline_s=self.settings.deadline_s)
         engine = SaveEngine(
             store,
             me,
             parent=parent,
-            settings=WriteSettings(
-                codec=self.settings.codec, patience=Patience(deadline_s=self.settings.deadline_s)
-            ),
+            settings=WriteSettings(codec=self.settings.codec, patience=patience),
             events=self._events,
             on_commit=self._committed,
         )
         self._entered = _Entered(store, ranks, attempt, me, engine)
         engine.start()
         self._stop.install()
-        try:
-            if self._group is None:
-                self._at.membership = alone(self._launch.group, incarnation)
-                if parent is None:
-                    self.save(0)
-        except BaseException as trouble:
-            self.__exit__(type(trouble), trouble, trouble.__traceback__)
-            raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -288,19 +299,27 @@ class Session:
         inside = self._inside()
         self._stop.remove()
         try:
-            inside.engine.close(self.settings.deadline_s * 2)
-            inside.janitor_done()
-            outcome = inside.engine.outcome()
-            failed = self._at.handle.error if self._at.handle is not None else None
-            if error is not None and outcome.errors:
-                error.add_note(f"and a save in the background failed: {outcome.errors[-1]}")
-            elif error is None and failed is not None and any(failed is e for e in outcome.errors):
+            failed = self._drain(inside)
+            if error is not None and failed is not None and failed is not error:
+                error.add_note(f"and a save in the background failed: {failed}")
+            elif error is None and failed is not None:
                 raise failed
         finally:
             self._entered = None
             if self._group is not None:
                 self._group.close()
             inside.store.close()
+
+    def _drain(self, inside: _Entered) -> BaseException | None:
+        """Finish what is under way. What the last save failed with, unless a boundary told it before."""
+        try:
+            inside.engine.close(self.settings.deadline_s * 2)
+        except TimeoutError as error:
+            return error
+        inside.janitor_done()
+        errors = inside.engine.outcome().errors
+        failed = self._at.handle.error if self._at.handle is not None else None
+        return failed if failed is None or any(failed is one for one in errors) else None
 
     # --- how ------------------------------------------------------------------------------------
 
@@ -360,6 +379,7 @@ class Session:
         self._at.rng_restored = done.rng_restored
         if not done.rng_restored:
             reseed(self.settings.run_seed, commit.step, ranks.rank)
+        guarantee, why = self._guarantee(groups=1)
         self._events(
             Event(
                 "session.restored",
@@ -368,8 +388,8 @@ class Session:
                     "attempt": attempt,
                     "from_attempt": commit.attempt,
                     "bytes": done.fetched_bytes,
-                    "guarantee": commit.guarantee,
-                    "why": list(commit.why),
+                    "guarantee": guarantee,
+                    "why": list(why),
                     "notes": list(done.notes),
                 },
             )
@@ -387,13 +407,11 @@ class Session:
             world=inside.ranks.world,
         )
 
-    def _job(self, step: int) -> SaveJob:
+    def _expected(self, step: int) -> Expected:
+        """What a save of this step is: who takes part in it, with this rank's membership."""
         inside = self._inside()
-        membership = self._group.membership if self._group is not None else self._at.membership
-        assert membership is not None
-        leaves = self._capture(step)
-        place_ = Place(membership.index, len(membership.members), inside.ranks.rank)
-        expected = Expected(
+        membership = self._members()
+        return Expected(
             at=Position(step, inside.attempt),
             parent=None,
             quorum=membership.quorum_id,
@@ -404,14 +422,17 @@ class Session:
                 for rank in range(inside.ranks.world)
             ),
         )
-        guarantee, why = judge(
-            Facts(
-                deterministic=torch.are_deterministic_algorithms_enabled(),
-                derives_seeds=self.settings.derives_seeds,
-                rng_restored=self._at.rng_restored,
-                groups=len(membership.members),
-            )
-        )
+
+    def _members(self) -> Membership:
+        membership = self._group.membership if self._group is not None else self._at.membership
+        assert membership is not None
+        return membership
+
+    def _job(self, expected: Expected) -> SaveJob:
+        inside, membership = self._inside(), self._members()
+        leaves = self._capture(expected.at.step)
+        place_ = Place(membership.index, len(membership.members), inside.ranks.rank)
+        guarantee, why = self._guarantee(len(membership.members))
         job = SaveJob(expected, None, guarantee=guarantee, why=why)
         tasks = plan_save([leaf.holding for leaf in leaves], place_, self.settings.chunk_bytes)
         try:
@@ -420,6 +441,21 @@ class Session:
             return replace(job, trouble=error.message)
         replicas = replica_digests(leaves, place_.participants) if self.settings.check_replicas else ()
         return replace(job, snapshot=snapshot, replicas=replicas)
+
+    def _guarantee(self, groups: int) -> tuple[Guarantee, tuple[str, ...]]:
+        """How exact this job is, and why not better: never better than what it went on from."""
+        now, why = judge(
+            Facts(
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                derives_seeds=self.settings.derives_seeds,
+                rng_restored=self._at.rng_restored,
+                groups=groups,
+            )
+        )
+        before = self._at.restored
+        if before is None:
+            return now, why
+        return max(before.guarantee, now), tuple(dict.fromkeys((*before.why, *why)))
 
     def _at_turn(self, turn: Turn) -> None:
         """The quorum of a turn is known: look at who is there, before anything is computed."""
