@@ -43,7 +43,7 @@ class Toy:
     def __init__(self, seed: int = 0, width: int = 6) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - trainers draw from the global one
         self.actor = torch.nn.Sequential(
             torch.nn.Linear(4, width), torch.nn.LayerNorm(width), torch.nn.Linear(width, 3)
         )
@@ -66,7 +66,7 @@ class Toy:
         """One step; returns what a log would show: (step, sample ids, learning rate)."""
         ids = self.cursor.next_ids()
         lr = self.optim.param_groups[0]["lr"]
-        x = torch.randn(BATCH, 4) + random.random() + float(np.random.rand())
+        x = torch.randn(BATCH, 4) + random.random() + float(np.random.rand())  # noqa: NPY002
         loss = (self.actor(x) - torch.tensor(ids, dtype=torch.float32)[:, None] / SAMPLES).square().mean()
         self.optim.zero_grad()
         loss.backward()
