@@ -202,12 +202,13 @@ def _locate(root: nn.Module, key: str) -> tuple[str, nn.Module, str]:
 
 
 def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
-    attribute = _wraps_as(type(module))
+    kind: Any = type(module)  # mypy does not take classes of modules for hashable
+    attribute = _wraps_as(kind)
     return (attribute, module.get_submodule(attribute)) if attribute else None
 
 
 @lru_cache(maxsize=4096)
-def _wraps_as(kind: Any) -> str | None:  # a class, which mypy does not take for hashable
+def _wraps_as(kind: type) -> str | None:
     return next((_WRAPPERS[name] for name in _class_names(kind) if name in _WRAPPERS), None)
 
 
