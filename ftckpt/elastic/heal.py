@@ -102,7 +102,9 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):  # type: ignore[misc] 
     def start(self) -> None:
         """Listen on a free port of ``host``."""
         self._server = _Server((self._host, 0), self)
-        threading.Thread(target=self._server.serve_forever, name="ftckpt-heal", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="ftckpt-heal", daemon=True
+        ).start()
 
     def metadata(self) -> str:
         assert self._server is not None, "start the transport first"

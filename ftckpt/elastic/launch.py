@@ -20,11 +20,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ftckpt.errors import SettingsError
-from ftckpt.events import Events, JsonLines, silent
+from ftckpt.events import Event, Events, JsonLines, silent
 
 GROUP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
 """Names become parts of keys in the store, of file names and of torchft's replica ids."""
@@ -104,18 +105,24 @@ class Launch:
 def open_status(launch: Launch) -> Events:
     """Where this rank's status events go: appended to the supervisor's file, or nowhere.
 
-    Opens the file; it stays open for as long as the process lives. Raises ``SettingsError`` when
-    it cannot be opened.
+    Raises ``SettingsError`` when the file cannot be written now. What cannot be written later is
+    lost: a status is never worth a training step.
     """
     if launch.status is None:
         return silent
+    path = Path(launch.status)
     try:
-        return JsonLines(Path(launch.status).open("a", encoding="utf-8"))
+        path.touch()
     except OSError as e:
         raise SettingsError(
-            f"cannot append to the status file {launch.status} (FTCKPT_STATUS): {e.strerror}",
-            path=launch.status,
+            f"cannot append to the status file {path} (FTCKPT_STATUS): {e.strerror}", path=launch.status
         ) from e
+
+    def append(event: Event) -> None:
+        with suppress(OSError), path.open("a", encoding="utf-8") as file:
+            JsonLines(file)(event)
+
+    return append
 
 
 def _whole(env: Mapping[str, str], name: str) -> int | None:
