@@ -1,0 +1,84 @@
+"""Kind G of the cases: saved on n ranks, restored on m, through real sessions of real processes.
+
+One gang plays every job and compares with what torch itself put together (``full_tensor``); see
+``tests/ranks/reshard_jobs.py``. The tests ask it what held.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.procs import RanksResult, run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+
+WORLDS = (1, 2, 3, 4)
+FSDP = [f"fsdp{n}" for n in WORLDS]
+OTHERS = ["plain1", "ddp3"]
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory) -> RanksResult:
+    folder = tmp_path_factory.mktemp("jobs")
+    return run_ranks("tests/ranks/reshard_jobs.py", 4, folder, timeout_s=280).check()
+
+
+@pytest.fixture(scope="module")
+def held(gang) -> set[str]:
+    return {line.removeprefix("ok ") for line in gang.outputs[0].splitlines() if line.startswith("ok ")}
+
+
+@pytest.mark.parametrize("to", FSDP)
+@pytest.mark.parametrize("saved", FSDP)
+def test_what_fsdp2_saved_on_n_ranks_is_there_on_m_ranks_bit_for_bit(held, saved, to):
+    """Uneven shapes, AdamW moments, two parameter groups, chunks smaller than a part."""
+    assert f"{saved} to {to}" in held
+
+
+@pytest.mark.parametrize("to", OTHERS + FSDP)
+@pytest.mark.parametrize("saved", OTHERS + FSDP)
+def test_ddp_fsdp2_and_a_plain_process_restore_each_others_steps(held, saved, to):
+    assert f"{saved} to {to}" in held
+
+
+@pytest.mark.parametrize("kind", OTHERS + FSDP)
+def test_on_the_same_ranks_the_next_step_is_that_of_the_job_that_went_on(held, kind):
+    assert f"next step of {kind}" in held
+
+
+@pytest.mark.parametrize("saved", OTHERS + FSDP)
+def test_with_the_same_gradient_the_next_step_is_the_same_on_any_ranks(held, saved):
+    for to in OTHERS + FSDP:
+        assert saved == to or f"next step after {saved} to {to}" in held
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_shards_of_a_two_dimensional_mesh_some_of_them_empty_are_put_in_order(held, world):
+    """G1"""
+    assert f"G1 uneven to {world}" in held
+
+
+def test_local_parts_of_sizes_that_the_placement_does_not_mean_are_refused_on_every_rank(gang):
+    """G2: the sizes are named, and nothing was written."""
+    for rank in (0, 1):
+        assert "ok G2 pieces (1, 4)" in gang.outputs[rank]
+        assert "ok G2 pieces (4, 1)" in gang.outputs[rank]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("rows", [16, 6])
+def test_tensor_parallel_and_fsdp2_at_once_keep_the_order_of_rows(held, rows, when):
+    """G3"""
+    assert f"G3 rows {rows} {when} a step" in held
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_parameters_filled_with_their_index_keep_it_on_any_number_of_ranks(held, world):
+    """G4"""
+    assert f"G4 4 to {world}" in held
+
+
+def test_per_rank_state_goes_back_to_its_ranks_and_to_no_others(gang, held):
+    """G: another world size is refused before anything changes, unless the caller said what to do."""
+    assert {"own", "own refused on 1", "own refused on 3"} <= held
+    assert "ok own" in gang.outputs[1]
