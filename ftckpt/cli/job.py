@@ -19,11 +19,10 @@ from ftckpt.attempts import check_fence
 from ftckpt.begin import Begun, Caller, OnEmpty, begin
 from ftckpt.cli.common import opening
 from ftckpt.cli.progress import Teller
+from ftckpt.commit import read_commit
 from ftckpt.elastic.supervisor import JobPlan, Supervisor
 from ftckpt.errors import SettingsError
 from ftckpt.events import Event
-from ftckpt.manifest import Commit
-from ftckpt.restoring import read_ref
 from ftckpt.store.api import ObjectStore
 
 Groups = Annotated[int, typer.Option("--groups", min=1, metavar="N", help="Replica groups.")]
@@ -148,7 +147,8 @@ def supervise(
 
 
 def _say(store: ObjectStore, begun: Begun, tell: Teller) -> None:
-    parent: Commit | None = read_ref(store, begun.start.parent) if begun.start.parent else None
+    parent = begun.start.parent
+    found = read_commit(store, parent.at) if parent else None
     tell.hear(
         Event(
             "attempt.goes_on",
@@ -157,8 +157,8 @@ def _say(store: ObjectStore, begun: Begun, tell: Teller) -> None:
                 "attempt": begun.claim.attempt,
                 "step": parent.step if parent else None,
                 "from_attempt": parent.attempt if parent else None,
-                "guarantee": parent.guarantee if parent else None,
-                "why": list(parent.why) if parent else [],
+                "guarantee": found[0].guarantee if found else None,
+                "why": list(found[0].why) if found else [],
                 "skipped": list(begun.skipped),
                 "command": list(begun.claim.command),
                 "cwd": begun.claim.cwd,
