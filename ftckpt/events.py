@@ -33,10 +33,17 @@ def silent(_event: Event) -> None:
     """Events nobody wants."""
 
 
+_BAD = frozenset({"failed", "save_failed", "aborted", "fenced", "diverged", "retry", "warning"})
+_EVERY_STEP = frozenset({"session.step", "group.turn"})
+
+
 def to_logging(event: Event) -> None:
-    """Send events to the standard logger ``ftckpt``; names ending in ``failed`` as warnings."""
-    bad = event.name.rsplit(".", 1)[-1] in {"failed", "aborted", "fenced", "diverged", "retry", "warning"}
-    level = logging.WARNING if bad else logging.INFO
+    """Send events to the standard logger ``ftckpt``: what went wrong as warnings, what happens at
+    every step as debug lines, the rest as info.
+    """
+    level = logging.DEBUG if event.name in _EVERY_STEP else logging.INFO
+    if event.name.rsplit(".", 1)[-1] in _BAD:
+        level = logging.WARNING
     logging.getLogger("ftckpt").log(
         level, "%s %s", event.name, " ".join(f"{k}={v}" for k, v in event.fields.items())
     )

@@ -557,9 +557,9 @@ class _Attempt:
                 self._heard(group, said)
 
     def _heard(self, group: _Group, said: dict[str, Any]) -> None:
-        group.reported = True
         name = str(said.pop("event", ""))
         unix_s = said.pop("unix_s", 0.0)
+        group.reported |= name in ("group.turn", "session.step")
         if name == "group.turn":
             phase, step = said.get("phase"), said.get("step")
             if phase == "asked":

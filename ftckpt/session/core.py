@@ -21,7 +21,7 @@ from ftckpt.begin import Begun, OnEmpty, begin, this_process
 from ftckpt.capture import LiveLeaf, capture, reseed
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience
-from ftckpt.elastic.launch import Launch
+from ftckpt.elastic.launch import Launch, open_status
 from ftckpt.errors import (
     AttemptWentBack,
     FtckptError,
@@ -32,7 +32,7 @@ from ftckpt.errors import (
     TooManyFailedSaves,
     first_line,
 )
-from ftckpt.events import Event, Events, to_logging
+from ftckpt.events import Event, Events, both, to_logging
 from ftckpt.gc import collect
 from ftckpt.guarantee import Facts, judge
 from ftckpt.layout import Writer
@@ -197,7 +197,7 @@ class Session:
             yield step
             passed = self._group.last_vote if self._group else True
             if passed:
-                self._at.finished = self.finished_step if self._group else step
+                self._finish(self.finished_step if self._group else step)
             if self._boundary():
                 break
         self._save_last()
@@ -221,7 +221,7 @@ class Session:
                 step=step,
                 last=last,
             )
-        self._at.finished = max(self._at.finished, step)
+        self._finish(max(self._at.finished, step))
         expected = self._expected(step)
         try:
             job = self._job(expected)
@@ -262,6 +262,8 @@ class Session:
 
     def _enter(self, store: ObjectStore, ranks: Ranks) -> None:
         """Begin an attempt and restore what it starts from, on all ranks or on none."""
+        if ranks.rank == 0 and self._launch.status is not None:
+            self._events = both(self._events, open_status(self._launch))
         begun: Mapping[str, object] = {}
         with together(ranks, "beginning the attempt"):
             begun = self._begin(store) if ranks.rank == 0 else {}
@@ -395,6 +397,12 @@ class Session:
             )
         )
         return parent
+
+    def _finish(self, step: int) -> None:
+        """Note a finished step; a supervisor hears of it (from the group, where there is one)."""
+        if step > self._at.finished and self._group is None:
+            self._events(Event("session.step", {"step": step}))
+        self._at.finished = step
 
     def _capture(self, step: int) -> tuple[LiveLeaf, ...]:
         inside = self._inside()
