@@ -52,7 +52,7 @@ class Timeouts:
     heartbeat_s: float
     group_s: float
     quorum_s: float
-    connect_s: float = 10.0
+    connect_s: float
 
     def __post_init__(self) -> None:
         if self.group_s < 2 * self.heal_s:
@@ -93,6 +93,7 @@ class ReplicaGroup:
         heartbeat_timeout_s: float = 1.0,
         pg_timeout_s: float | None = None,
         quorum_timeout_s: float | None = None,
+        connect_timeout_s: float = 10.0,
         max_failed_votes: int = 20,
         events: Events = silent,
         incarnation: str | None = None,
@@ -110,6 +111,7 @@ class ReplicaGroup:
             heartbeat_s=heartbeat_timeout_s,
             group_s=group_s,
             quorum_s=max(least_s + 30.0, 120.0) if quorum_timeout_s is None else quorum_timeout_s,
+            connect_s=connect_timeout_s,
         )
         self._launch = launch
         self._slots = check_slots(slots)
