@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -192,7 +192,9 @@ class Demo:
         )
         full = job.wait("a step of both groups", _both, self._shape.start_limit_s, job.heard.index(healed))
         taken, full_step = (healed.begun() or 1) - 1, full.voted() or 0
-        story.say(f"g1 takes the state of step {taken} from g0, a living peer: nothing is read from the store")
+        story.say(
+            f"g1 takes the state of step {taken} from g0, a living peer: nothing is read from the store"
+        )
         lone = sum(1 for e in votes(job.heard, "g0") if killed.unix_s < e.unix_s and e.participants() == 1)
         story.good(
             f"both groups finished step {full_step} together: full strength {full.unix_s - killed.unix_s:.1f} s "
@@ -393,7 +395,9 @@ class Story:
             self._console.print(Text(f"            {line.rstrip()}", style="dim"))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Any]) -> None:
-        made = Table(title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, 3, 0, 0))
+        made = Table(
+            title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, 3, 0, 0)
+        )
         for number, name in enumerate(columns):
             made.add_column(name, header_style="bold", overflow="fold", no_wrap=number < 2)
         for row in rows:
@@ -425,7 +429,7 @@ class _Spinner(Busy):
         self._status = console.status("")
         self._shown = ""
 
-    def __enter__(self) -> _Spinner:
+    def __enter__(self) -> Self:
         self._status.start()
         return self
 
