@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ExitStack() as stack:
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-            uri = str(folder / "run")
+            uri = "checkpoints"
             if options.store == "s3":
                 server = stack.enter_context(start_s3(folder / "s3", "ftckpt-demo"))
                 environ |= server.env
@@ -144,7 +144,7 @@ class Demo:
         folder = self._folder / "undisturbed"
         self._story.act("A run that nobody disturbs, to compare with: one group")
         with self._job(folder, ("g0",)) as job:
-            self._start(job, "run", str(folder / "run"), "--groups=1", *self._command(folder))
+            self._start(job, "run", "checkpoints", "--groups=1", "--", *self._training.command())
             job.wait("the first step", lambda e: e.voted() is not None, self._shape.start_limit_s)
             self._story.say("g0 trains")
             job.finish(self._shape.finish_limit_s)
@@ -153,7 +153,7 @@ class Demo:
 
     def _together(self, job: Job) -> None:
         self._story.act("The same training in two groups, and one of them dies")
-        self._start(job, "run", self._uri, "--groups=2", *self._command(job.folder))
+        self._start(job, "run", self._uri, "--groups=2", "--", *self._training.command())
         first = job.wait("a step of both groups", _both, self._shape.start_limit_s)
         self._story.say(f"g0 and g1 train together, from step {first.voted()} on")
 
@@ -185,7 +185,7 @@ class Demo:
         back = job.wait("g1 to be started again", _is("group.started", group="g1", life=1), 60.0)
         story.say(f"g1 is started again: process {back.fields['pids'][0]}, its life number 2")
         healed = job.wait(
-            "g1 to be healed",
+            "g1 to come back (too few steps for this machine? more with --steps)",
             lambda e: e.source == "g1" and e.begun() is not None and bool(e.fields.get("healed")),
             self._shape.start_limit_s,
             since=heard_at,
@@ -271,7 +271,8 @@ class Demo:
         for command in (("ls", self._uri, "--attempts"), ("verify", self._uri)):
             argv = [*FTCKPT, *command]
             self._story.command(argv)
-            done = subprocess.run(argv, env=dict(self._environ), capture_output=True, text=True, check=False)
+            folder, environ = self._folder / "disturbed", dict(self._environ)
+            done = subprocess.run(argv, cwd=folder, env=environ, capture_output=True, text=True, check=False)
             self._story.output(done.stdout + done.stderr)
             if done.returncode:
                 raise KillingFailed(f"`{shown(argv)}` ended with exit code {done.returncode}")
@@ -309,9 +310,6 @@ class Demo:
             since,
         )
         time.sleep(self._moments.uniform(0.0, 0.015))  # somewhere in the step, not always at its first line
-
-    def _command(self, folder: Path) -> tuple[str, ...]:
-        return ("--", *self._training.command(folder))
 
     def _start(self, job: Job, *arguments: str) -> None:
         self._story.command([*FTCKPT, *arguments])

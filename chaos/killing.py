@@ -42,8 +42,8 @@ class Training:
     seed: int = 0
     more: tuple[str, ...] = ()
 
-    def command(self, folder: Path) -> tuple[str, ...]:
-        """The trainer's command line. Digests and events of each group go to files in ``folder``."""
+    def command(self) -> tuple[str, ...]:
+        """The trainer's command line. What it writes goes to the folder in which it is started."""
         return (
             *TRAINER,
             f"--model={self.model}",
@@ -51,9 +51,9 @@ class Training:
             f"--steps={self.steps}",
             f"--save-every={self.save_every}",
             *self.more,
-            f"--out={folder}",
-            f"--digest={folder / 'digest.{group}.json'}",
-            f"--events={folder / 'events.{group}.jsonl'}",
+            "--out=.",
+            "--digest=digest.{group}.json",
+            "--events=events.{group}.jsonl",
         )
 
 
@@ -98,7 +98,7 @@ class Job:
     """
 
     def __init__(self, folder: Path, groups: Sequence[str], environ: Mapping[str, str]) -> None:
-        """``folder`` is the one that the training's command was made with."""
+        """The job is started in ``folder``, and keeps there what it prints."""
         self.folder = folder
         self.heard: list[Heard] = []
         self.on_look: Callable[[], None] = lambda: None
@@ -117,7 +117,7 @@ class Job:
         self._starts += 1
         path = self.folder / f"job.{self._starts}.jsonl"
         self._output, self._pids, self._words = Tail(path), {}, []
-        self._supervisor = Process([*FTCKPT, *arguments], self._environ, None, path)
+        self._supervisor = Process([*FTCKPT, *arguments], self._environ, str(self.folder), path)
 
     # --- watching -------------------------------------------------------------------------------
 
@@ -146,10 +146,16 @@ class Job:
                 at += 1
             if code is not None:
                 raise KillingFailed(
-                    f"the job ended ({describe_exit(code)}) before {what}\n{self.last_words()}", code=code
+                    f"the job ended with {describe_exit(code)} at step {finished_step(self.heard)}, "
+                    f"while waiting for {what}\n"
+                    f"  what it last printed (all of it is in {self.folder}):\n{self.last_words()}",
+                    code=code,
                 )
             if time.monotonic() > until_s:
-                raise KillingFailed(f"waited {limit_s:g} s in vain for {what}\n{self.last_words()}")
+                raise KillingFailed(
+                    f"waited {limit_s:g} s in vain for {what}\n"
+                    f"  what the job last printed (all of it is in {self.folder}):\n{self.last_words()}"
+                )
             time.sleep(LOOK_EVERY_S)
 
     def finish(self, limit_s: float) -> None:
@@ -327,4 +333,10 @@ def shown(argv: Sequence[str]) -> str:
     words = list(argv)
     if tuple(words[:3]) == FTCKPT:
         words[:3] = ["ftckpt"]
-    return shlex.join("python" if word == sys.executable else word for word in words)
+    head, dashes, command = _cut(["python" if word == sys.executable else word for word in words])
+    return shlex.join([*head, *dashes]) + (f" \\\n    {shlex.join(command)}" if command else "")
+
+
+def _cut(words: list[str]) -> tuple[list[str], list[str], list[str]]:
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at : at + 1], words[at + 1 :]

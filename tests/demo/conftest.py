@@ -34,7 +34,7 @@ def undisturbed(tmp_path_factory):
         if not (folder / "digest.g0.json").exists():
             job = Job(folder, ("g0",), environ())
             try:
-                job.start("run", str(folder / "run"), "--json", "--", *TRAINING.command(folder))
+                job.start("run", "checkpoints", "--json", "--", *TRAINING.command())
                 job.finish(200.0)
             finally:
                 job.close()
