@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftckpt.elastic.lighthouse import lighthouse_command
+from tests.elastic.zygote import Forked, Zygote
 from tests.support.procs import ROOT, free_port, kill_tree, rank_env, spawn, wait_until
 
 STEP = re.compile(r"^step (\d+) participants (\d+) hash (\w+) (\w+)$", re.MULTILINE)
@@ -26,13 +27,14 @@ class Step:
 
 
 class Job:
-    def __init__(self, folder: Path, mode: str, nproc: int, deadline_s: float) -> None:
+    def __init__(self, zygote: Zygote, folder: Path, mode: str, nproc: int, deadline_s: float) -> None:
+        self._zygote = zygote
         self.folder = folder
         self._mode = mode
         self._nproc = nproc
         self._deadline_s = deadline_s
         self._port = free_port()
-        self._running: dict[str, list[subprocess.Popen[bytes]]] = {}
+        self._running: dict[str, list[Forked]] = {}
         self._lighthouse: subprocess.Popen[bytes] | None = None
 
     def start_lighthouse(self) -> None:
@@ -58,8 +60,8 @@ class Job:
                 "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}",
                 "RUST_LOG": "warn",
             }
-            argv = [sys.executable, str(ROOT / "tests/ranks/elastic_train.py"), self._mode, str(self.folder)]
-            self._running[group].append(spawn(argv, self._log(group, rank), env))
+            argv = [str(ROOT / "tests/ranks/elastic_train.py"), self._mode, str(self.folder)]
+            self._running[group].append(self._zygote.fork(argv, self._log(group, rank), env))
 
     def kill9(self, group: str) -> None:
         """SIGKILL every rank of a group, and prove that it was the signal that ended it."""
@@ -146,8 +148,10 @@ class Job:
 
 
 @contextmanager
-def start_job(folder: Path, mode: str = "plain", nproc: int = 1, limit_s: float = 80.0) -> Iterator[Job]:
-    job = Job(folder, mode, nproc, time.monotonic() + limit_s)
+def start_job(
+    zygote: Zygote, folder: Path, mode: str = "plain", nproc: int = 1, limit_s: float = 80.0
+) -> Iterator[Job]:
+    job = Job(zygote, folder, mode, nproc, time.monotonic() + limit_s)
     try:
         job.start_lighthouse()
         yield job

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from ftckpt.slots import Alone
 from tests.elastic.job import Job, start_job
+from tests.elastic.zygote import Zygote
 from tests.ranks.elastic_state import SLOTS, State, payload
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory) -> Iterator[Zygote]:
+    server = Zygote(tmp_path_factory.mktemp("zygote"))
+    yield server
+    server.close()
 
 
 def undisturbed(steps: int) -> dict[int, str]:
@@ -41,8 +50,10 @@ def end_soon(job: Job, *groups: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
-def test_a_group_of_three_is_killed_in_the_middle_of_a_step_and_rejoins_without_a_bit_differing(tmp_path):
-    with start_job(tmp_path, limit_s=90) as job:
+def test_a_group_of_three_is_killed_in_the_middle_of_a_step_and_rejoins_without_a_bit_differing(
+    tmp_path, zygote
+):
+    with start_job(zygote, tmp_path, limit_s=90) as job:
         for group in ("g0", "g1", "g2"):
             job.start(group)
         job.hold("g1", 6)
@@ -86,10 +97,10 @@ def assert_status_tells_of_the_failed_vote(job: Job) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_two_groups_of_two_fsdp_ranks_survive_a_kill_with_the_same_bits(tmp_path):
+def test_two_groups_of_two_fsdp_ranks_survive_a_kill_with_the_same_bits(tmp_path, zygote):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    with start_job(tmp_path / "two", "fsdp", nproc=2, limit_s=110) as job:
+    with start_job(zygote, tmp_path / "two", "fsdp", nproc=2, limit_s=110) as job:
         job.start("g0")
         job.start("g1")
         job.hold("g0", 4)
@@ -107,7 +118,7 @@ def test_two_groups_of_two_fsdp_ranks_survive_a_kill_with_the_same_bits(tmp_path
         job.wait_for_step("g0", 6, participants=2)
         last = end_soon(job, "g0", "g1")
 
-        with start_job(tmp_path / "one", "fsdp", nproc=2, limit_s=60) as calm:
+        with start_job(zygote, tmp_path / "one", "fsdp", nproc=2, limit_s=60) as calm:
             calm.end_after(last)
             calm.start("g0")
             calm.go("g0")
@@ -120,8 +131,8 @@ def test_two_groups_of_two_fsdp_ranks_survive_a_kill_with_the_same_bits(tmp_path
 
 
 @pytest.mark.timeout(90)
-def test_a_lighthouse_that_comes_back_costs_no_step_its_bits(tmp_path):
-    with start_job(tmp_path, limit_s=80) as job:
+def test_a_lighthouse_that_comes_back_costs_no_step_its_bits(tmp_path, zygote):
+    with start_job(zygote, tmp_path, limit_s=80) as job:
         job.start("g0")
         job.start("g1")
         job.go("g0", "g1")
@@ -137,8 +148,8 @@ def test_a_lighthouse_that_comes_back_costs_no_step_its_bits(tmp_path):
 
 
 @pytest.mark.timeout(90)
-def test_a_group_of_an_older_attempt_leaves_and_never_gives_its_state_to_the_newer(tmp_path):
-    with start_job(tmp_path, limit_s=80) as job:
+def test_a_group_of_an_older_attempt_leaves_and_never_gives_its_state_to_the_newer(tmp_path, zygote):
+    with start_job(zygote, tmp_path, limit_s=80) as job:
         job.start("g0", attempt=1)
         job.start("g1", attempt=2)
         job.go("g0", "g1")
