@@ -44,7 +44,6 @@ class GRPOAdapter:
             "keep": trainer.config.keep,
             "run_seed": trainer.config.seed,
             "derives_seeds": True,
-            "derives_seeds": True,
         }
         if not isinstance(trainer.group, Alone):
             settings["replica_group"] = trainer.group

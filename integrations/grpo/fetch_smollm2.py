@@ -20,7 +20,7 @@ from ftckpt.errors import FtckptError, SettingsError
 from ftckpt.integrations.grpo.model import (
     SMOLLM2_FILE,
     SMOLLM2_NAME,
-    ChatTokenizer,
+    HFTokenizer,
     read_gguf,
     smollm2_folder,
 )
@@ -79,7 +79,7 @@ def unpack(file: Path) -> Path:
     if target.is_dir():
         return target
     policy = read_gguf(file)
-    assert isinstance(policy.tokenizer, ChatTokenizer)
+    assert isinstance(policy.tokenizer, HFTokenizer)
     with tempfile.TemporaryDirectory(dir=file.parent) as place:
         spare = Path(place) / SMOLLM2_NAME
         model: Any = policy.model

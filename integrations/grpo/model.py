@@ -99,15 +99,17 @@ class CharTokenizer:
         return 2 + len(CHARACTERS)
 
 
-class ChatTokenizer:
-    """A Hugging Face tokenizer; questions go through its chat template when it has one.
+class HFTokenizer:
+    """A Hugging Face tokenizer; with ``chat`` questions go through its chat template.
 
     Many models use one token for padding and for the end; training would then mask the end of
     every answer or none. Padding is never read here, so any other token will do for it.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, *, chat: bool = False) -> None:
+        if chat and tokenizer.chat_template is None:
+            raise SettingsError("--chat: the tokenizer of this model has no chat template; use --no-chat")
+        self._tokenizer, self._chat = tokenizer, chat
         self.eos_id = int(tokenizer.eos_token_id)
         pad = tokenizer.pad_token_id
         if pad is None or pad == self.eos_id:
@@ -120,7 +122,7 @@ class ChatTokenizer:
         self._tokenizer.save_pretrained(folder)
 
     def prompt(self, question: str) -> list[int]:
-        if self._tokenizer.chat_template is None:
+        if not self._chat:
             return self.encode(question)
         text = self._tokenizer.apply_chat_template(
             [
@@ -139,15 +141,15 @@ class ChatTokenizer:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def load_policy(name: str, *, seed: int, device: str = "cpu") -> Policy:
+def load_policy(name: str, *, seed: int, device: str = "cpu", chat: bool = False) -> Policy:
     """The policy as it is before any training: ``tiny``, ``smollm2``, or the one in a folder."""
     if name == "tiny":
         policy = _tiny(seed)
     elif name == "smollm2":
         kept = smollm2_folder() / SMOLLM2_NAME
-        policy = _folder(kept) if kept.is_dir() else read_gguf(find_smollm2())
+        policy = _folder(kept, chat=chat) if kept.is_dir() else read_gguf(find_smollm2(), chat=chat)
     elif Path(name).is_dir():
-        policy = _folder(Path(name))
+        policy = _folder(Path(name), chat=chat)
     else:
         raise SettingsError(
             f"--model {name!r} is neither tiny nor smollm2 nor a folder\n"
@@ -184,7 +186,7 @@ def warm_up(policy: Policy, task: Task, *, steps: int, seed: int, length: int) -
             logits.flatten(0, 1), target_BL[:, 1:].flatten(), ignore_index=-100
         )
         optim.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optim.step()
     optim.zero_grad()
 
@@ -216,7 +218,7 @@ def find_smollm2() -> Path:
     )
 
 
-def read_gguf(file: Path) -> Policy:
+def read_gguf(file: Path, *, chat: bool = False) -> Policy:
     """A model read from GGUF remembers that it was quantised and cannot be saved; its weights move
     into a fresh one. Takes half a minute.
     """
@@ -233,7 +235,7 @@ def read_gguf(file: Path) -> Policy:
     config._attn_implementation = "eager"  # noqa: SLF001 -- the only way to set it on a config that exists
     model = LlamaForCausalLM(config)
     model.load_state_dict(quantised.state_dict())
-    return Policy(model, ChatTokenizer(tokenizer))
+    return Policy(model, HFTokenizer(tokenizer, chat=chat))
 
 
 def _tiny(seed: int) -> Policy:
@@ -258,7 +260,7 @@ def _tiny(seed: int) -> Policy:
         return Policy(LlamaForCausalLM(LlamaConfig(**settings)), tokenizer)
 
 
-def _folder(folder: Path) -> Policy:
+def _folder(folder: Path, *, chat: bool) -> Policy:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -272,7 +274,7 @@ def _folder(folder: Path) -> Policy:
             "  the folder needs config.json, weights in *.safetensors, and the tokenizer's files",
             model=str(folder),
         ) from error
-    return Policy(model, ChatTokenizer(tokenizer))
+    return Policy(model, HFTokenizer(tokenizer, chat=chat))
 
 
 def _padded(tokens: list[int], length: int, pad: int) -> list[int]:

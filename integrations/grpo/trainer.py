@@ -85,7 +85,7 @@ class GRPOTrainer:
 
         tiny = config.model == "tiny"
         self.task = Task(config.task, config.task_options, config.task_size, config.seed, short=tiny)
-        self.policy = load_policy(config.model, seed=config.seed, device=config.device)
+        self.policy = load_policy(config.model, seed=config.seed, device=config.device, chat=config.chat)
         length = config.prompt_tokens + config.answer_tokens
         warm_up(self.policy, self.task, steps=config.warmup_sft_steps, seed=config.seed, length=length)
         self.actor: nn.Module = self.policy.model
@@ -166,7 +166,7 @@ class GRPOTrainer:
 
         # The sum is a mean of slot means. Both networks' gradients travel in one vector.
         flat = self.group.reduce(turn, self._slot_gradient(batch), self._numel, torch.float32)
-        flat = flat.to(self.config.device) / self.config.slots
+        flat = flat.to(self.config.device).div_(self.config.slots)
         figures = dict(zip(FIGURES, flat[-len(FIGURES) :].tolist(), strict=True))
         figures["grad_norm"] = self._write_gradients(flat)
 
@@ -250,11 +250,13 @@ class GRPOTrainer:
         def gradient(slot: int) -> Tensor:
             self._drop_gradients()
             total, figures = self._slot_loss(batch[slot])
-            total.backward()  # type: ignore[no-untyped-call]
+            total.backward()
             if self.mesh:
                 dist.all_reduce(figures, group=self.mesh.get_group())
                 figures /= self.world
-            return torch.cat([*(_local_gradient(p) for p in self._parameters), figures])
+            flat = torch.cat([*(_local_gradient(p) for p in self._parameters), figures])
+            self._drop_gradients()  # the tree holds up to log2(slots) + 1 of these already
+            return flat
 
         return gradient
 
@@ -289,15 +291,15 @@ class GRPOTrainer:
         offset = 0
         for optim, _ in self._learners:
             parameters = _parameters_of(optim)
-            numel = sum(_local(p).numel() for p in parameters)
-            mine = flat[offset : offset + numel]
-            offset += numel
-            square = mine.double().square().sum()
+            sizes = [_local(p).numel() for p in parameters]
+            mine = flat[offset : offset + sum(sizes)]
+            offset += sum(sizes)
+            parts = torch.split(mine, sizes)
+            square = torch.stack([part.double().square().sum() for part in parts]).sum()
             if self.mesh:
                 dist.all_reduce(square, group=self.mesh.get_group())
             norm = float(square.sqrt())
             mine *= min(1.0, self.config.grad_clip / (norm + 1e-6))
-            parts = torch.split(mine, [_local(p).numel() for p in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = _like(parameter, part)
             norms.append(norm)

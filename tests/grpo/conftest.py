@@ -12,13 +12,13 @@ from ftckpt.slots import SlotGroup
 
 SMALL = GRPOConfig(
     task_size=48,
-    steps=10,
+    steps=6,
     slots=4,
     prompts_per_step=8,
     samples_per_prompt=2,
     num_iterations=2,
     critic=True,
-    warmup_sft_steps=30,
+    warmup_sft_steps=10,
 )
 """Everything switched on, as small as it gets."""
 

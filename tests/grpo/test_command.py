@@ -9,7 +9,7 @@ import pytest
 from ftckpt.integrations.grpo.__main__ import main
 
 SMALL = (
-    "--critic --task-size 48 --prompts-per-step 8 --samples-per-prompt 2 --warmup-sft-steps 20 --save-every 2"
+    "--critic --task-size 48 --prompts-per-step 8 --samples-per-prompt 2 --warmup-sft-steps 5 --save-every 2"
 )
 
 
@@ -26,6 +26,7 @@ def train(run, folder, steps, *more):
     )
 
 
+@pytest.mark.timeout(150)
 def test_a_run_that_stopped_goes_on_to_the_same_bits(tmp_path, capsys):
     """It stops after step 3, in the middle of a generation batch."""
     assert train(tmp_path / "straight", tmp_path / "s", 6) == 0

@@ -39,7 +39,7 @@ def test_every_field_has_a_flag_that_help_explains():
 
 
 def test_a_model_brings_its_own_defaults_and_flags_win_over_them():
-    assert parse("--model", "smollm2").answer_tokens == 16
+    assert parse("--model", "smollm2").answer_tokens == 6
     assert parse("--model", "smollm2", "--answer-tokens", "9").answer_tokens == 9
     assert parse("--model", "/some/folder").warmup_sft_steps == 0
 

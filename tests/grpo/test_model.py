@@ -13,7 +13,7 @@ from ftckpt.integrations.grpo.fetch_smollm2 import extract
 from ftckpt.integrations.grpo.model import (
     SMOLLM2_FILE,
     CharTokenizer,
-    ChatTokenizer,
+    HFTokenizer,
     find_smollm2,
     load_policy,
     smollm2_folder,
@@ -32,7 +32,7 @@ def test_fifteen_tokens_spell_every_sum_and_refuse_the_rest():
 
 @pytest.mark.parametrize("pad, unk", [(None, None), (2, None), (2, 0), (2, 2), (5, 0)])
 def test_padding_is_never_the_end_token(pad, unk):
-    tokenizer = ChatTokenizer(SimpleNamespace(eos_token_id=2, pad_token_id=pad, unk_token_id=unk))
+    tokenizer = HFTokenizer(SimpleNamespace(eos_token_id=2, pad_token_id=pad, unk_token_id=unk))
 
     assert tokenizer.pad_id != tokenizer.eos_id == 2
     assert pad != 5 or tokenizer.pad_id == 5

@@ -19,7 +19,7 @@ from tests.grpo.quorum import Quorum, train_together
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """Digests and metrics of ten steps by one participant."""
+    """Digests and metrics of six steps by one participant."""
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     trainer = GRPOTrainer(SMALL, metrics=Remembered())
@@ -41,7 +41,7 @@ def give_state(source, target):
 
 
 @pytest.mark.parametrize("members", [2, 3, 5])
-def test_the_state_after_ten_steps_has_the_same_bits_for_any_number_of_participants(
+def test_the_state_after_six_steps_has_the_same_bits_for_any_number_of_participants(
     build, undisturbed, members
 ):
     """Five members on four slots: one of them has none, and still ends with the same state."""
@@ -67,8 +67,8 @@ def test_every_slot_is_generated_once_by_whoever_it_belongs_to(build):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_failed_vote_changes_nothing_and_no_rollout_is_made_again(build, undisturbed, broken):
-    """Step 3 generates, step 6 reuses. With ``broken`` a peer was lost before the exchange."""
-    quorum = Quorum(4, 2, failing=frozenset({3, 6}), broken=broken)
+    """Step 3 generates, step 4 reuses. With ``broken`` a peer was lost before the exchange."""
+    quorum = Quorum(4, 2, failing=frozenset({3, 4}), broken=broken)
     trainers = [build(member) for member in quorum.members]
     states = []
     for trainer in trainers:
@@ -77,8 +77,8 @@ def test_a_failed_vote_changes_nothing_and_no_rollout_is_made_again(build, undis
     train_together(quorum, trainers)
 
     assert [digests(trainer) for trainer in trainers] == [undisturbed[0]] * 2
-    assert [trainer.slots_generated for trainer in trainers] == [2 * 5, 2 * 5]
-    assert [turn.step for turn in quorum.members[0].turns] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 10]
+    assert [trainer.slots_generated for trainer in trainers] == [2 * 3, 2 * 3]
+    assert [turn.step for turn in quorum.members[0].turns] == [1, 2, 3, 3, 4, 4, 5, 6]
     assert learning(trainers[0]._metrics.lines) == learning(undisturbed[1])
     assert len(states) == 4 and all(before == after for before, after in states)
 
@@ -101,11 +101,11 @@ def without_rng(found):
     return {name: value for name, value in found.items() if name != "rng"}
 
 
-@pytest.mark.parametrize("at", [4, 5])
+@pytest.mark.parametrize("at", [2, 3])
 def test_a_healed_group_goes_on_from_where_the_others_are(build, undisturbed, at):
     """
     The survivor stands at step ``at``; the newcomer has nothing, has already made rollouts for step
-    1 from weights that it loses, and is healed while it asks for step 1. After step 5 it is healed
+    1 from weights that it loses, and is healed while it asks for step 1. After step 3 it is healed
     in the middle of a generation batch, which then comes from the peer too.
     """
     quorum = Quorum(4, 2)
@@ -126,7 +126,7 @@ def test_a_healed_group_goes_on_from_where_the_others_are(build, undisturbed, at
     assert quorum.members[1].turns[0].step == at + 1 and quorum.members[1].turns[0].healed
 
 
-@pytest.mark.parametrize("stop", [1, 4, 9])
+@pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_resumed_at_any_step_ends_with_the_same_bits_and_the_same_figures(build, undisturbed, stop):
     first = build(steps=stop)
     first.train()
@@ -215,6 +215,7 @@ def test_what_wrap_asks_is_answered(build):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)
 def test_the_tiny_policy_learns():
     config = GRPOConfig(steps=100, slots=1, lr=1e-3, warmup_sft_steps=80)
     trainer = GRPOTrainer(config, metrics=Remembered())
