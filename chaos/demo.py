@@ -44,15 +44,18 @@ from ftckpt.chaos.s3server import start_s3
 from ftckpt.errors import FtckptError
 
 GROUPS = ("g0", "g1")
-SETTLED_STEPS = 4
-"""Steps that both groups train together before something is killed."""
+PIPE_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How much is trained, and how long each wait may take on a slow machine."""
+    """How much is trained, and how long each wait may take on a slow machine.
+
+    Before something is killed both groups train ``settled_steps`` steps together, or a few more.
+    """
 
     training: Training
+    settled_steps: int
     start_limit_s: float
     finish_limit_s: float
 
@@ -61,14 +64,14 @@ def shape_of(model: str, seed: int, steps: int | None) -> Shape:
     """The demo's training. Steps are large enough for a group to come back well before the end."""
     if model == "tiny":
         more = ("--prompts-per-step=32", "--samples-per-prompt=16", "--warmup-sft-steps=60")
-        return Shape(Training(steps or 90, 5, model, seed, more), 120.0, 240.0)
-    return Shape(Training(steps or 14, 3, model, seed), 600.0, 1800.0)
+        return Shape(Training(steps or 90, 5, model, seed, more), 4, 240.0, 480.0)
+    return Shape(Training(steps or 16, 2, model, seed), 1, 600.0, 1800.0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The demo; 0 when the disturbed run ended in the undisturbed run's bits, else 1."""
     options = _parser().parse_args(argv)
-    story = Story(Console(highlight=False, markup=False, emoji=False, soft_wrap=True))
+    story = Story(_console())
     made = options.keep is None
     folder = Path(tempfile.mkdtemp(prefix="ftckpt-demo-")) if made else options.keep.absolute()
     if not made and folder.exists() and any(folder.iterdir()):
@@ -214,7 +217,7 @@ class Demo:
         killed = job.kill(*names)
         steps = [last_act(job.heard, group) for group in GROUPS]
         named = ", ".join(f"{name} ({pid})" for name, pid in killed.pids.items())
-        self._story.kill(f"SIGKILL to {named}")
+        self._story.kill(f"SIGKILL to every process of the job: {named}")
         for group, (phase, step) in zip(GROUPS, steps, strict=True):
             self._story.say(f"{group} died {where_it_died(phase, step)}")
         self._story.proof(
@@ -251,7 +254,7 @@ class Demo:
         )
         story.say(
             f"step {first.voted()} finished {first.unix_s - killed.unix_s:.1f} s after the kill; "
-            f"{_steps(again)} done again, past the old end at step {new.voted()} "
+            f"{_steps(again)} had to be done again, past the old end at step {new.voted()} "
             f"after {new.unix_s - killed.unix_s:.1f} s"
         )
         job.finish(self._shape.finish_limit_s)
@@ -302,7 +305,7 @@ class Demo:
         """Return in the middle of a step of ``group``, after some that both groups trained."""
         job.look()
         before, since = finished_step(job.heard), len(job.heard)
-        aim = before + SETTLED_STEPS + self._moments.randrange(3)
+        aim = before + self._shape.settled_steps + self._moments.randrange(3)
         job.wait(
             f"{group} to begin step {aim}",
             lambda e: e.source == group and (e.begun() or 0) >= aim and e.participants() == len(GROUPS),
@@ -355,6 +358,10 @@ PARTS = {
     "sampler": "data position",
     "counters": "counters",
 }
+
+
+TOLD = ("position", "epoch", "step", "prompts", "answers", "tokens")
+"""Of parts that are compared value by value, those that are shown."""
 
 
 class Story:
@@ -440,6 +447,12 @@ class _Spinner(Busy):
             self._status.update(Text(text))
 
 
+def _console() -> Console:
+    """One that prints what it is given; as wide as the terminal, or wide enough for a pipe."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
+
+
 def _now(job: Job, groups: Sequence[str]) -> str:
     """One line on what each group does."""
     words = []
@@ -469,12 +482,12 @@ def _failed_votes(heard: Sequence[Heard], since_unix_s: float) -> int:
 
 
 def _steps(count: int) -> str:
-    return "1 step was" if count == 1 else f"{count} steps were"
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _values(value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {item}" for name, item in value.items() if name != "fingerprint")
+        return ", ".join(f"{name} {value[name]}" for name in TOLD if name in value)
     return str(value)
 
 
@@ -499,7 +512,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--store", choices=("local", "s3"), default="local", help="s3: a weed that it starts")
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
     parser.add_argument("--seed", type=int, default=0, help="of the training and of the moments of the kills")
-    parser.add_argument("--steps", type=int, help="optimizer steps of the run [tiny: 90, smollm2: 14]")
+    parser.add_argument("--steps", type=int, help="optimizer steps of the run [tiny: 90, smollm2: 16]")
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep the runs there; otherwise they are deleted at the end"
     )

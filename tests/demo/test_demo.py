@@ -30,7 +30,7 @@ def test_the_demo_loses_a_group_then_everything_and_ends_in_the_same_bits(tmp_pa
         "the supervisor saw it killed by SIGKILL",
         "its life number 2",
         "full strength",
-        "SIGKILL to supervisor",
+        "SIGKILL to every process of the job: supervisor",
         "all 4 processes were alive when the signal was sent",
         "$ ftckpt resume checkpoints",
         "attempt 2 goes on from step",
