@@ -49,11 +49,11 @@ def end_soon(job: Job, *groups: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(150)
 def test_a_group_of_three_is_killed_in_the_middle_of_a_step_and_rejoins_without_a_bit_differing(
     tmp_path, zygote
 ):
-    with start_job(zygote, tmp_path, limit_s=90) as job:
+    with start_job(zygote, tmp_path, limit_s=120) as job:
         for group in ("g0", "g1", "g2"):
             job.start(group)
         job.hold("g1", 6)
@@ -130,9 +130,9 @@ def test_two_groups_of_two_fsdp_ranks_survive_a_kill_with_the_same_bits(tmp_path
         assert "failed vote on step 4" in job.output("g1")
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(150)
 def test_a_lighthouse_that_comes_back_costs_no_step_its_bits(tmp_path, zygote):
-    with start_job(zygote, tmp_path, limit_s=80) as job:
+    with start_job(zygote, tmp_path, limit_s=120) as job:
         job.start("g0")
         job.start("g1")
         job.go("g0", "g1")
@@ -147,9 +147,9 @@ def test_a_lighthouse_that_comes_back_costs_no_step_its_bits(tmp_path, zygote):
         assert_same_bits(job, ["g0", "g1"], undisturbed(last))
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(150)
 def test_a_group_of_an_older_attempt_leaves_and_never_gives_its_state_to_the_newer(tmp_path, zygote):
-    with start_job(zygote, tmp_path, limit_s=80) as job:
+    with start_job(zygote, tmp_path, limit_s=120) as job:
         job.start("g0", attempt=1)
         job.start("g1", attempt=2)
         job.go("g0", "g1")

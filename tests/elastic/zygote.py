@@ -72,7 +72,7 @@ class Zygote:
         self._process.stdin.write(json.dumps({"argv": list(argv), "log": str(log), "env": dict(env)}) + "\n")
         self._process.stdin.flush()
         try:
-            return self._new.get(timeout=50)
+            return self._new.get(timeout=90)
         except queue.Empty:
             raise AssertionError(f"no rank was forked:\n{self._log.read_text()}") from None
 
@@ -105,7 +105,9 @@ def serve() -> None:
     import torchft  # noqa: F401  # children find it imported
 
     import ftckpt.elastic.replica_group  # noqa: F401
+    from tests.ranks.elastic_state import State
 
+    State(1, fsdp=False)  # the first optimizer and scheduler import much more
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"  # noqa: PTH208
     asked = selectors.DefaultSelector()
     asked.register(sys.stdin, selectors.EVENT_READ)
