@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -589,12 +590,17 @@ class _Packs:
 
 
 def put_pack(store: ObjectStore, key: str, body: bytes) -> None:
-    """Create a pack; if an earlier try of this very call got through, make sure it is whole.
+    """Create a pack, and have the store confirm that all of it is there.
 
-    Its key holds this life's incarnation, so only this process can have written it.
+    Its key holds this life's incarnation, so only this process can have written it: one that is
+    there already was created by an earlier try of this very call.
     """
-    try:
+    with suppress(AlreadyExists):
         store.create(key, body)
-    except AlreadyExists:
-        if store.size(key) != len(body):
-            raise SaveFailed(f"SaveFailed: {key} exists with another size than this process wrote") from None
+    found = store.size(key)
+    if found != len(body):
+        raise SaveFailed(
+            f"SaveFailed: the store holds {found} bytes of {key}, of {len(body)} that it was given\n"
+            "  nothing refers to it; earlier commits are intact",
+            key=key,
+        )
