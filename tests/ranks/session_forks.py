@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-import ftckpt
 from ftckpt.chaos.faults.store import Action, Delay, Fail, Fault, FaultyStore
 from ftckpt.errors import StoreFull
 from ftckpt.events import silent
+from ftckpt.session import Session
 from ftckpt.store import open_store
 from tests.session.toy import Toy
 
@@ -40,7 +40,7 @@ def leave(folder: Path, name: str) -> None:
     action, how = LEAVING[name]
     plan = [Fault(action, op="create", prefix="packs/000001/000000000001")]
     store = FaultyStore(open_store(folder / name), plan)
-    with ftckpt.Session("ignored", {"t": torch.ones(64)}, store=store, events=silent) as session:
+    with Session("ignored", {"t": torch.ones(64)}, store=store, events=silent) as session:
         session.save(1)
         how()
 
@@ -51,7 +51,7 @@ def train(folder: Path, name: str) -> None:
     toy = Toy()
     for parameter in toy.actor.parameters():
         parameter.register_hook(lambda _grad: time.sleep(0.0003))
-    with ftckpt.Session(folder / name, toy.state, save_every=7, events=silent) as session:
+    with Session(folder / name, toy.state, save_every=7, events=silent) as session:
         for step in session.steps(until=100_000):
             toy.train(step)
             print("trained", step, flush=True)
@@ -63,7 +63,7 @@ def warm_up(folder: Path) -> None:
     cannot be used in a child of a process that has used it.
     """
     toy = Toy()
-    with ftckpt.Session(folder / "warm", toy.state, events=silent) as session:
+    with Session(folder / "warm", toy.state, events=silent) as session:
         for _ in session.steps(until=1):
             for parameter in toy.actor.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -88,15 +88,17 @@ def ended(name: str, pid: int) -> None:
 
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
-    warm_up(folder)
     if what == "leave":
+        started = {}
         for name in LEAVING:
-            pid = fork(folder, name)
-            if pid == 0:
+            started[name] = fork(folder, name)
+            if started[name] == 0:
                 leave(folder, name)
                 return
+        for name, pid in started.items():
             ended(name, pid)
         return
+    warm_up(folder)
     draw = random.Random(7)
     for number in range(int(sys.argv[3])):
         name = f"round{number}"

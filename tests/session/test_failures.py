@@ -24,6 +24,8 @@ from ftckpt.store.retry import RetryStore
 from tests.session.toy import Heard, Toy, run, straight
 from tests.support.procs import run_ranks, wait_until
 
+pytestmark = pytest.mark.timeout(120)  # programs that import torch, on a busy machine
+
 FULL = Fail(error=StoreFull("injected: no space"))
 
 
@@ -95,7 +97,7 @@ def test_too_many_failed_saves_in_a_row_stop_the_trainer_when_asked(tmp_path, li
 def left(tmp_path_factory) -> tuple[Path, dict[str, int]]:
     """Programs that begin a save and leave at once, each in its own way: their runs and exit codes."""
     folder = tmp_path_factory.mktemp("left")
-    gang = run_ranks("tests/ranks/session_forks.py", 1, "leave", folder, timeout_s=50).check()
+    gang = run_ranks("tests/ranks/session_forks.py", 1, "leave", folder, timeout_s=110).check()
     lines = [line.split() for line in gang.outputs[0].splitlines()]
     return folder, {name: int(code) for name, code in lines}
 
