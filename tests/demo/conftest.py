@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory):
             job = Job(folder, ("g0",), environ())
             try:
                 job.start("run", "checkpoints", "--json", "--", *TRAINING.command())
-                job.finish(200.0)
+                job.finish(600.0)
             finally:
                 job.close()
     return read_digest(folder / "digest.g0.json")

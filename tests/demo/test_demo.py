@@ -12,7 +12,7 @@ from tests.demo.conftest import environ
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)  # about a minute alone on two cores; other tests may want them too
+@pytest.mark.timeout(900)  # about a minute alone on two cores; other tests may want them too
 def test_the_demo_loses_a_group_then_everything_and_ends_in_the_same_bits(tmp_path):
     folder = tmp_path / "demo"
 
