@@ -5,7 +5,7 @@ not change), collect. It runs through the retrying store over a store that count
 one the process dies before it, dies after it, or loses the answer. Then a new life looks, reads, and
 does the work to its end.
 
-In memory every call is visited. On disk and on S3 the calls that change something are: a death at
+In memory every call is visited (of the probe's, which race, some). On disk and on S3 the calls that change something are: a death at
 any other call leaves the objects of the change before it.
 """
 
@@ -21,13 +21,15 @@ from typing import Any, Literal
 
 import pytest
 
-from ftckpt.attempts import look
+from ftckpt.attempts import choose, claim, find_run, look, pin, start
+from ftckpt.begin import release_older_pins
 from ftckpt.chaos.faults.store import Call, Crash, Fault, FaultyStore, Proceed
 from ftckpt.clock import Clock, HandClock
 from ftckpt.errors import StoreTimeout
 from ftckpt.events import silent
 from ftckpt.gc import collect
 from ftckpt.lineage import orphans
+from ftckpt.manifest import Start
 from ftckpt.retention import Keep
 from ftckpt.store import objectstore
 from ftckpt.store.api import ObjectStore
@@ -38,6 +40,7 @@ from tests.protocol.world import Saver, read_all, run_of, start_job, state_at
 from tests.support.stores import Sim
 
 How = Literal["before", "after", "lost"]
+LIVES = 6
 each_way = pytest.mark.parametrize("how", ["before", "after", "lost"])
 
 
@@ -69,29 +72,48 @@ class Meet:
         return result
 
 
-def every_call(_call: Call) -> bool:
-    return True
+def every_call(call: Call) -> bool:
+    return not call.key.startswith("probes")
+
+
+def every_probe(call: Call) -> bool:
+    return call.key.startswith("probes")
 
 
 def every_change(call: Call) -> bool:
-    return call.op in ("create", "delete") and not call.key.startswith("probes/")
+    return call.op in ("create", "delete") and every_call(call)
 
 
-def work(store: ObjectStore) -> int:
+def work(store: ObjectStore, begin: Callable[[ObjectStore], Start] = lambda s: start_job(s).start) -> int:
     """Begin, save the next step, collect. The step."""
-    begun = start_job(store)
-    parent, attempt = begun.start.parent, begun.claim.attempt
+    start = begin(store)
+    parent, attempt = start.parent, start.attempt
     with Saver(store, HandClock(), attempt, parent, life=f"{attempt:x}") as saver:
         saver.save(parent.step + 1)
     collect(store, Keep(last=1), intent_id=f"gc-{attempt}")
     return parent.step + 1
 
 
-def work_until(inner: ObjectStore, meet: Meet) -> int | None:
+def begin_unprobed(store: ObjectStore) -> Start:
+    """What ``begin`` does, without the racing probe: some S3 servers hold racing creators up for a
+    second. The probe's own calls are visited in memory.
+    """
+    find_run(store)
+    taken = look(store).view.newest_claim
+    mine = claim(store, nonce=f"n{taken}", host="h", pid=1, command=("train",), cwd="/", groups=1, nproc=1)
+    seen = look(store)
+    parent = choose(seen, store.uri)
+    assert pin(store, f"start-{mine.attempt}", parent.at, "start", "h", by_attempt=mine.attempt)
+    begun = start(store, mine, parent)
+    release_older_pins(store, mine.attempt)
+    return begun
+
+
+def work_until(inner: ObjectStore, meet: Meet, *begin: Callable[[ObjectStore], Start]) -> int | None:
     """The work with that fault in its way; ``None`` when it died of it."""
     faulty = FaultyStore(inner, [Fault(meet)])
     try:
-        return work(RetryStore(faulty, deadline_s=30.0, clock=HandClock(), events=silent))
+        return work(RetryStore(faulty, deadline_s=30.0, clock=HandClock(), events=silent), *begin)
     except Crash:
         return None
 
@@ -129,13 +151,29 @@ def test_in_memory_at_every_call(how, base):
         newest = check(store, {2, 3}, told)
         if done is not None:
             assert done == newest == 3, told
-        assert work(store) == newest + 1, told
+        assert work(store, begin_unprobed) == newest + 1, told
         assert check(store, {newest + 1}, told) == newest + 1
         if meet.met is None:
             break
         points += 1
 
-    assert points > 100
+    assert points > 60
+
+
+@pytest.mark.parametrize("nth", [1, 9, 24, 28, 33])
+@each_way
+def test_in_memory_within_the_probe(how, nth, base):
+    """Its objects mean nothing to anybody: a death among them costs nothing."""
+    store = objectstore.memory(f"probe-{how}-{nth}")
+    for key, body in base.items():
+        store.create(key, body)
+    meet = Meet(nth, how, every_probe)
+
+    done = work_until(store, meet)
+
+    assert meet.met is not None
+    assert check(store, {3 if how == "lost" else 2}, str(meet.met)) == (done or 2)
+    assert work(store) == (done or 2) + 1
 
 
 @pytest.fixture
@@ -176,15 +214,18 @@ def test_on_disk_at_every_change(how, base, folder):
 
 
 @each_way
-def test_on_s3_at_every_change(how, s3):
-    """One run lives through all of its crashes: each next life begins where the last one died."""
-    store = open_store(s3.uri(f"crash-{how}"))
-    run_of(store, HandClock(), 0, 1, 2)
-    newest, points = 2, 0
+def test_on_s3_at_every_change(how, s3, base):
+    """A run lives through several of its crashes: each next life begins where the last one died."""
+    points = 0
     for nth in itertools.count(1):
+        if nth % LIVES == 1:
+            store = open_store(s3.uri(f"crash-{how}-{nth}"))
+            for key, body in base.items():
+                store.create(key, body)
+            newest = 2
         meet = Meet(nth, how, every_change)
 
-        done = work_until(store, meet)
+        done = work_until(store, meet, begin_unprobed)
 
         told = f"change {nth}, {how}: {meet.met}"
         before, newest = newest, check(store, {newest, newest + 1}, told)
@@ -194,6 +235,5 @@ def test_on_s3_at_every_change(how, s3):
             break
         points += 1
 
-    store.close()
     assert points > 12
-    assert newest > 3
+    assert work(store, begin_unprobed) == newest + 1
