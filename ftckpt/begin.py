@@ -30,10 +30,11 @@ from ftckpt.attempts import (
     open_run,
     pin,
     read_pins,
+    read_start,
     start,
     unpin,
 )
-from ftckpt.errors import CorruptError, NoCommit, ObjectDamaged, RunNotFound, StepNotFound
+from ftckpt.errors import CorruptError, NoCommit, ObjectDamaged, ObjectNotFound, RunNotFound, StepNotFound
 from ftckpt.events import Event, Events, silent
 from ftckpt.layout import start_key
 from ftckpt.manifest import Claim, Commit, Ref, Start
@@ -104,6 +105,7 @@ def begin(
         events(Event("run.new", {"uri": store.uri}))
     else:
         before = look(store)
+        _check_starts(store, before)
         if not before.lineage:
             _nothing(before, store.uri, step, on_empty, events)
         else:
@@ -137,17 +139,22 @@ def begin(
     return Begun(mine, begun, skipped)
 
 
-def _nothing(seen: Look, uri: str, step: int | None, on_empty: OnEmpty, events: Events) -> None:
-    """A run without a commit may begin anew, if the caller allowed it and nothing was asked for."""
-    for at in sorted(seen.view.readable):
-        if at.attempt not in seen.view.starts:
-            key = start_key(at.attempt)
+def _check_starts(store: ObjectStore, seen: Look) -> None:
+    """Every attempt that committed has begun: without its start its commits would count for nothing."""
+    for attempt in sorted({at.attempt for at in seen.view.readable} - set(seen.view.starts)):
+        try:
+            read_start(store, attempt)
+        except ObjectNotFound as error:
+            key = start_key(attempt)
             raise ObjectDamaged(
-                f"ObjectDamaged: {key} is absent, but attempt {at.attempt} of {uri} has commits\n"
+                f"ObjectDamaged: {key} is absent, but attempt {attempt} of {store.uri} has commits\n"
                 "  they are on no lineage without it; nothing was changed",
                 key=key,
-                step=at.step,
-            )
+            ) from error
+
+
+def _nothing(seen: Look, uri: str, step: int | None, on_empty: OnEmpty, events: Events) -> None:
+    """A run without a commit may begin anew, if the caller allowed it and nothing was asked for."""
     if step is not None:
         raise StepNotFound(
             f"StepNotFound: step {step} of {uri} has no readable commit; the run has none at all\n"

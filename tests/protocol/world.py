@@ -118,6 +118,7 @@ class Saver:
     groups: int = 1
     life: str = "a"
     salt: str = ""
+    chunk_bytes: int = CHUNK_BYTES
     on_ack: Callable[[Commit], None] = lambda _commit: None
     engine: SaveEngine = field(init=False)
 
@@ -138,7 +139,7 @@ class Saver:
         """Save and wait."""
         writers = [writer(g, self.life) for g in range(self.groups)]
         save = expected(Position(step, self.attempt), None, writers)
-        content = staged(state or state_at(step, self.salt), self.group, self.groups)
+        content = staged(state or state_at(step, self.salt), self.group, self.groups, self.chunk_bytes)
         return self.engine.submit(SaveJob(save, content)).wait(60)
 
 
