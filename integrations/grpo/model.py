@@ -70,7 +70,7 @@ class Critic(nn.Module):
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
         value_BL: Tensor = self.head(hidden).squeeze(-1)
-        return value_BL
+        return value_BL.clone()  # FSDP2 puts its hook on what is returned, and warns of a view
 
 
 class CharTokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from ftckpt.integrations.grpo import GRPOTrainer
 from ftckpt.integrations.grpo.digest import digests
 from tests.grpo.conftest import SMALL, Remembered
 
+warnings.filterwarnings("error", message="FSDP2")
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)
 CONFIG = replace(SMALL, steps=3, slots=2, warmup_sft_steps=10)

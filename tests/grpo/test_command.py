@@ -26,7 +26,7 @@ def train(run, folder, steps, *more):
     )
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(200)
 def test_a_run_that_stopped_goes_on_to_the_same_bits(tmp_path, capsys):
     """It stops after step 3, in the middle of a generation batch."""
     assert train(tmp_path / "straight", tmp_path / "s", 6) == 0
