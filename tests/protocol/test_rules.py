@@ -176,6 +176,16 @@ def test_fragments_of_another_quorum_membership_or_parent_are_not_of_this_save(s
     assert set(found) == {save.writers[0]}
 
 
+def test_a_fragment_of_a_life_that_is_not_expected_is_not_of_this_save(sim):
+    """It says all that the others say, and differs by its incarnation alone."""
+    parent, save = pair_of(sim)
+    stranger = expected(save.at, parent, [save.writers[0], writer(1, "dead")], members=save.members)
+    put_fragment(sim.store, share(sim.store, stranger, stranger.writers[1], state_at(2)), stranger.writers[1])
+    put_fragment(sim.store, failure(save, writer(1, "dead"), "a dead life failed"), writer(2, "dead"))
+
+    assert gather(sim.store, save) == {}
+
+
 def test_another_writer_takes_over_when_the_committer_dies(sim):
     _, save = pair_of(sim)
     fragments = [share(sim.store, save, w, state_at(2)) for w in save.writers]
