@@ -240,9 +240,7 @@ class SaveEngine:
                 handle._future.set_result(commit)  # noqa: SLF001
 
     def _save(self, job: SaveJob) -> Commit:
-        self._settle_earlier()
-        if self._await is not None or (self._parent is None and self._index is None):
-            self._find_parent(job.expected.at.attempt, job.expected.at)
+        self._prepare(job)
         if self._diverged is not None:
             job = replace(job, snapshot=None, trouble=first_line(self._diverged))
         expected = replace(job.expected, parent=self._parent)
@@ -325,11 +323,24 @@ class SaveEngine:
         except StoreError as error:
             raise _failed(expected.at, cause or error) from (cause or error)
 
+    def _prepare(self, job: SaveJob) -> None:
+        """Know the parent. A writer that cannot tells the others, so that nobody waits for its share."""
+        at = job.expected.at
+        try:
+            self._settle_earlier()
+            if self._await is not None or (self._parent is None and self._index is None):
+                self._find_parent(at.attempt, at)
+        except StoreError as error:
+            with suppress(FtckptError):
+                put_fragment(self._store, failure(job.expected, self._me, first_line(error)), self._me)
+            raise _failed(at, error) from error
+
     def _settle_earlier(self) -> None:
         """A save that ended in doubt is settled before the next is planned."""
         if self._unsettled is not None:
             doubtful = self._unsettled
-            abort(self._store, doubtful, "its writer could not learn what became of it")
+            if read_commit(self._store, doubtful) is None:
+                abort(self._store, doubtful, "its writer could not learn what became of it")
             self._find_parent(doubtful.attempt)
             self._unsettled = None
 
