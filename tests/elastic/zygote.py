@@ -54,6 +54,7 @@ class Zygote:
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                     "OMP_NUM_THREADS": "1",
+                    "RUST_LOG": "warn",
                 },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
