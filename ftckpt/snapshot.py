@@ -1,25 +1,33 @@
 """The snapshot of a save: the bytes of this rank's chunks, as they were when ``save`` was called.
 
-Eager staging copies them into host memory before ``save`` returns. The seam for staging later is
-``Snapshot``: whoever streams asks it for one chunk at a time and does not care when it was copied.
+Whoever streams asks a ``Snapshot`` for one chunk at a time and does not care when it was copied.
+``Staged`` copied everything before ``save`` returned. ``Live`` copied only what can change at any
+moment; the rest is read from live memory while the trainer goes on, until a *fence*, called before
+anything mutates it, stages what has not been read yet, and only that.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
 from ftckpt.capture import LiveLeaf, as_bytes_view
+from ftckpt.clock import Clock
 from ftckpt.errors import SaveFailed
 from ftckpt.leaf import Holding
 from ftckpt.manifest import ReplicaDigest
 from ftckpt.plan.assign import ChunkTask
 from ftckpt.store.api import Buffer
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class Snapshot(Protocol):
@@ -36,56 +44,24 @@ class Snapshot(Protocol):
         ...
 
     def read(self, number: int) -> Buffer:
-        """The raw bytes of task ``number``. Empty tasks give no bytes."""
+        """The raw bytes of task ``number``, which is asked for once. Empty tasks give no bytes.
+
+        Raises:
+            SaveFailed: the snapshot was given up, or its memory went away under it.
+        """
         ...
 
     def release(self, number: int) -> None:
         """Task ``number`` is not read again; its memory may go."""
         ...
 
+    def replicas(self) -> tuple[ReplicaDigest, ...]:
+        """Digests of what other ranks hold too, as far as they could still be taken."""
+        ...
 
-@dataclass(slots=True)
-class Staged:
-    """Every chunk copied before the trainer went on."""
-
-    holdings: tuple[Holding, ...]
-    tasks: tuple[ChunkTask, ...]
-    _chunks: list[Buffer]
-
-    def read(self, number: int) -> Buffer:
-        return self._chunks[number]
-
-    def release(self, number: int) -> None:
-        self._chunks[number] = b""
-
-
-def stage(leaves: Sequence[LiveLeaf], tasks: Sequence[ChunkTask], budget_bytes: int | None = None) -> Staged:
-    """Copy this rank's chunks into host memory. Blocks for as long as the copy takes.
-
-    Raises:
-        SaveFailed: the copies need more than ``budget_bytes``. Nothing was copied.
-    """
-    holdings = tuple(leaf.holding for leaf in leaves)
-    need_bytes = sum(_size_bytes(holdings, task) for task in tasks)
-    if budget_bytes is not None and need_bytes > budget_bytes:
-        raise SaveFailed(
-            f"SaveFailed: this rank's share is {need_bytes} bytes; the staging budget is {budget_bytes} bytes\n"
-            "  training goes on and earlier commits are intact; raise staging_bytes, or save on more ranks",
-            need_bytes=need_bytes,
-            budget_bytes=budget_bytes,
-        )
-    chunks: list[Buffer] = []
-    last, view = -1, memoryview(b"")
-    for task in tasks:
-        if task.holding != last:
-            last, view = task.holding, host_bytes(leaves[task.holding].data)
-        itemsize = holdings[task.holding].leaf.itemsize_bytes
-        chunks.append(_copy(view[task.start * itemsize : task.stop * itemsize]))
-    return Staged(holdings, tuple(tasks), chunks)
-
-
-def _size_bytes(holdings: Sequence[Holding], task: ChunkTask) -> int:
-    return (task.stop - task.start) * holdings[task.holding].leaf.itemsize_bytes
+    def close(self) -> None:
+        """The save has ended: live memory is not looked at any more."""
+        ...
 
 
 def host_bytes(data: torch.Tensor | bytes) -> memoryview:
@@ -95,22 +71,373 @@ def host_bytes(data: torch.Tensor | bytes) -> memoryview:
     return as_bytes_view(data.cpu().contiguous())
 
 
-def _copy(view: memoryview) -> Buffer:
-    """A copy made by NumPy, which releases the GIL while it copies."""
-    return np.frombuffer(view, np.uint8).copy().data if len(view) else b""
+# --- the pool ------------------------------------------------------------------------------------
 
 
-def replica_digests(leaves: Sequence[LiveLeaf], holders: int) -> tuple[ReplicaDigest, ...]:
-    """Digests of all that others hold too, so that replicas which differ never commit together.
+class StagingPool:
+    """Host memory for staged chunks: kept and reused, so that its pages have been touched.
 
-    ``holders`` is the number of participating groups. Reads every replicated byte once.
+    ``budget_bytes`` bounds what is handed out at a time; ``None`` does not. ``touch`` makes the
+    budget's pages ready beforehand, which halves the time of a first fence.
     """
-    return tuple(
-        ReplicaDigest(
-            leaf.holding.leaf.name,
-            leaf.holding.box.offset,
-            xxhash.xxh3_128_digest(host_bytes(leaf.data)),
-        )
-        for leaf in leaves
-        if len(leaf.holding.ranks) * (holders if leaf.holding.every_group else 1) > 1
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self._free: list[Bytes] = []
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """What is handed out now."""
+        return self._used_bytes
+
+    def touch(self, block_bytes: int) -> None:
+        """Fill the pool with touched blocks, up to the budget. Takes about 0.2 s a GiB."""
+        for _ in range((self.budget_bytes or 0) // block_bytes):
+            block = np.empty(block_bytes, np.uint8)
+            block.fill(0)
+            self._give(block)
+
+    def take(self, size: int) -> Bytes | None:
+        """A block of at least ``size`` bytes, or ``None`` when the budget is used up."""
+        with self._lock:
+            if self.budget_bytes is not None and self._used_bytes + size > self.budget_bytes:
+                return None
+            at = next((i for i, block in enumerate(self._free) if block.size >= size), None)
+            block = np.empty(size, np.uint8) if at is None else self._free.pop(at)
+            self._used_bytes += block.size
+            return block
+
+    def put(self, block: Bytes) -> None:
+        """Give a block back."""
+        with self._lock:
+            self._used_bytes -= block.size
+        self._give(block)
+
+    def _give(self, block: Bytes) -> None:
+        with self._lock:
+            self._free.append(block)
+
+    def clear(self) -> None:
+        """Let go of all blocks that are not handed out."""
+        with self._lock:
+            self._free.clear()
+
+
+# --- staged --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Staged:
+    """Every chunk copied before the trainer went on."""
+
+    holdings: tuple[Holding, ...]
+    tasks: tuple[ChunkTask, ...]
+    chunks: list[Buffer]
+    digests: tuple[ReplicaDigest, ...] = ()
+
+    def read(self, number: int) -> Buffer:
+        return self.chunks[number]
+
+    def release(self, number: int) -> None:
+        self.chunks[number] = b""
+
+    def replicas(self) -> tuple[ReplicaDigest, ...]:
+        return self.digests
+
+    def close(self) -> None:
+        self.chunks.clear()
+
+
+def stage(
+    leaves: Sequence[LiveLeaf],
+    tasks: Sequence[ChunkTask],
+    budget_bytes: int | None = None,
+    *,
+    holders: int = 0,
+) -> Staged:
+    """Copy this rank's chunks into host memory. Blocks for as long as the copy takes.
+
+    ``holders`` is the number of participating groups, if replicas are to be compared.
+
+    Raises:
+        SaveFailed: the copies need more than ``budget_bytes``. Nothing was copied.
+    """
+    holdings = tuple(leaf.holding for leaf in leaves)
+    need_bytes = sum(_size_bytes(holdings, task) for task in tasks)
+    if budget_bytes is not None and need_bytes > budget_bytes:
+        raise _over_budget(need_bytes, budget_bytes)
+    chunks: list[Buffer] = []
+    last, view = -1, memoryview(b"")
+    for task in tasks:
+        if task.holding != last:
+            last, view = task.holding, host_bytes(leaves[task.holding].data)
+        part = _part(view, holdings, task)
+        chunks.append(np.frombuffer(part, np.uint8).copy().data if len(part) else b"")
+    digests = [_replica(leaf, host_bytes(leaf.data)) for leaf in leaves if _shared(leaf, holders)]
+    return Staged(holdings, tuple(tasks), chunks, tuple(digests))
+
+
+def _over_budget(need_bytes: int, budget_bytes: int) -> SaveFailed:
+    return SaveFailed(
+        f"SaveFailed: {need_bytes} bytes must be staged; the staging budget is {budget_bytes} bytes\n"
+        "  training goes on and earlier commits are intact; raise staging_bytes, or save on more ranks",
+        need_bytes=need_bytes,
+        budget_bytes=budget_bytes,
     )
+
+
+def _size_bytes(holdings: Sequence[Holding], task: ChunkTask) -> int:
+    return (task.stop - task.start) * holdings[task.holding].leaf.itemsize_bytes
+
+
+def _part(view: memoryview, holdings: Sequence[Holding], task: ChunkTask) -> memoryview:
+    itemsize = holdings[task.holding].leaf.itemsize_bytes
+    return view[task.start * itemsize : task.stop * itemsize]
+
+
+def _view(block: Bytes | Buffer) -> memoryview:
+    return block.data if isinstance(block, np.ndarray) else memoryview(block)
+
+
+def _shared(leaf: LiveLeaf, holders: int) -> bool:
+    return holders > 0 and len(leaf.holding.ranks) * (holders if leaf.holding.every_group else 1) > 1
+
+
+def _replica(leaf: LiveLeaf, view: memoryview) -> ReplicaDigest:
+    return ReplicaDigest(leaf.holding.leaf.name, leaf.holding.box.offset, xxhash.xxh3_128_digest(view))
+
+
+# --- live ----------------------------------------------------------------------------------------
+
+
+class _State(Enum):
+    LIVE = "live"
+    READING = "being copied from live memory"
+    STAGED = "staged"
+    DONE = "read"
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """What one fence did: bytes staged, seconds until the mutation could go on."""
+
+    staged_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Where a live leaf's bytes were when it was registered."""
+
+    data: torch.Tensor
+    storage: torch.UntypedStorage
+    size_bytes: int
+    version: int
+
+    def trouble(self) -> str:
+        """What happened to it since; empty: nothing that shows. (Fused optimizers write without
+        raising the version: those are what fences are for.)
+        """
+        now_bytes = self.storage.nbytes()
+        if now_bytes != self.size_bytes:
+            return f"was resized from {self.size_bytes} to {now_bytes} bytes"
+        if self.data._version != self.version:  # noqa: SLF001
+            return "was written without an optimizer step or load_state_dict"
+        return ""
+
+
+class Live:
+    """Streams from live memory until a fence. ``read`` may be called from several threads, ``fence``
+    from any; a fence never waits for the store unless the pool's budget is used up.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[LiveLeaf],
+        tasks: Sequence[ChunkTask],
+        pool: StagingPool,
+        clock: Clock,
+        *,
+        holders: int = 0,
+        verify: bool = False,
+    ) -> None:
+        self.holdings = tuple(leaf.holding for leaf in leaves)
+        self.tasks = tuple(tasks)
+        self._leaves = leaves
+        self._pool = pool
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._given_up = ""
+        self._fenced = False
+        self._views: dict[int, memoryview] = {}
+        self._memory: dict[int, _Memory] = {}
+        self._state: list[_State] = []
+        self._chunks: dict[int, Bytes | Buffer] = {}
+        for number, task in enumerate(self.tasks):
+            self._state.append(_State.LIVE if self._streams(task.holding) else self._copy_now(number, task))
+        self._shared = [n for n, leaf in enumerate(leaves) if _shared(leaf, holders)]
+        self._digests = {
+            n: _replica(leaves[n], host_bytes(leaves[n].data)) for n in self._shared if not self._streams(n)
+        }
+        self._first = (
+            {
+                n: xxhash.xxh3_128_digest(self._live_part(n))
+                for n, s in enumerate(self._state)
+                if s is _State.LIVE
+            }
+            if verify
+            else {}
+        )
+
+    def _streams(self, holding: int) -> bool:
+        """Whether a leaf can be read later: an optimizer owns it or it is frozen, and it is plain
+        contiguous host memory. Remembers where its memory is.
+        """
+        if holding in self._views:
+            return True
+        leaf = self._leaves[holding]
+        data = leaf.data
+        if not (leaf.lazy or leaf.holding.frozen) or isinstance(data, bytes):
+            return False
+        if data.device.type != "cpu" or not data.is_contiguous():
+            return False
+        storage = data.untyped_storage()
+        self._views[holding] = as_bytes_view(data)
+        self._memory[holding] = _Memory(data, storage, storage.nbytes(), data._version)  # noqa: SLF001
+        return True
+
+    def _copy_now(self, number: int, task: ChunkTask) -> _State:
+        part = _part(host_bytes(self._leaves[task.holding].data), self.holdings, task)
+        self._chunks[number] = np.frombuffer(part, np.uint8).copy().data if len(part) else b""
+        return _State.STAGED
+
+    def _live_part(self, number: int) -> memoryview:
+        """Live bytes of a task, if its memory is still what it was."""
+        task = self.tasks[number]
+        trouble = self._memory[task.holding].trouble()
+        if trouble:
+            name = self.holdings[task.holding].leaf.name
+            raise SaveFailed(
+                f"SaveFailed: the memory of {name} {trouble} while it was being saved\n"
+                "  nothing of this step will be readable; earlier commits are intact\n"
+                "  put whatever writes, moves or offloads it into `with session.mutating():`",
+                leaf=name,
+            )
+        return _part(self._views[task.holding], self.holdings, task)
+
+    def read(self, number: int) -> Buffer:
+        with self._changed:
+            if self._given_up:
+                raise SaveFailed(self._given_up)
+            if self._state[number] is _State.STAGED:
+                self._state[number] = _State.DONE
+                return _view(self._chunks[number])[: _size_bytes(self.holdings, self.tasks[number])]
+            assert self._state[number] is _State.LIVE, (number, self._state[number])
+            self._state[number] = _State.READING
+        try:
+            part = self._live_part(number)
+            copy = np.frombuffer(part, np.uint8).copy() if len(part) else np.empty(0, np.uint8)
+            self._live_part(number)
+        finally:
+            with self._changed:
+                self._state[number] = _State.DONE
+                self._changed.notify_all()
+        if self._first and xxhash.xxh3_128_digest(copy.data) != self._first[number]:
+            name = self.holdings[self.tasks[number].holding].leaf.name
+            raise SaveFailed(
+                f"SaveFailed: {name} changed between save() and the moment its bytes were read\n"
+                "  nothing of this step will be readable; something wrote it without an optimizer step, "
+                "load_state_dict or session.mutating()",
+                leaf=name,
+            )
+        return copy.data
+
+    def release(self, number: int) -> None:
+        with self._changed:
+            block = self._chunks.pop(number, None)
+            self._changed.notify_all()
+        if isinstance(block, np.ndarray):
+            self._pool.put(block)
+
+    def replicas(self) -> tuple[ReplicaDigest, ...]:
+        """Hashes live replicas until a fence; what has not been hashed by then is not compared."""
+        for number in self._shared:
+            if number in self._digests:
+                continue
+            with self._changed:
+                if self._fenced or self._given_up:
+                    break
+                self._state.append(_State.READING)
+            try:
+                self._digests[number] = _replica(self._leaves[number], self._views[number])
+            finally:
+                with self._changed:
+                    self._state.pop()
+                    self._changed.notify_all()
+        return tuple(self._digests[number] for number in self._shared if number in self._digests)
+
+    def fence(self, deadline_s: float) -> Fence:
+        """Stage every chunk that still lives in live memory. On return that memory may change.
+
+        Beyond the pool's budget it waits for the store to take chunks off, up to ``deadline_s``;
+        then it gives the snapshot up, so that training can go on.
+        """
+        begun_s = self._clock.now_s()
+        with self._changed:
+            self._fenced = True
+            todo = [n for n, state in enumerate(self._state) if state is _State.LIVE and n < len(self.tasks)]
+        staged_bytes = 0
+        for number in todo:
+            staged_bytes += self._stage_one(number, begun_s + deadline_s)
+        with self._changed:
+            self._changed.wait_for(lambda: _State.READING not in self._state)
+        return Fence(staged_bytes, self._clock.now_s() - begun_s)
+
+    def _stage_one(self, number: int, end_s: float) -> int:
+        size = _size_bytes(self.holdings, self.tasks[number])
+        block: Bytes | None = None
+        while True:
+            with self._changed:
+                if self._state[number] is not _State.LIVE or self._given_up:
+                    break
+                block = self._pool.take(size)
+                if block is not None:
+                    self._state[number] = _State.READING
+                    break
+                left_s = end_s - self._clock.now_s()
+                if left_s <= 0:
+                    self._given_up = _over_budget(size, self._pool.budget_bytes or 0).message
+                    self._changed.notify_all()
+                    break
+                self._changed.wait(min(left_s, 0.05))
+        if block is None:
+            return 0
+        try:
+            np.copyto(block[:size], np.frombuffer(self._live_part(number), np.uint8))
+        except SaveFailed as error:
+            self._given_up = error.message
+        with self._changed:
+            self._chunks[number] = block
+            self._state[number] = _State.STAGED
+            self._changed.notify_all()
+        return size
+
+    def close(self) -> None:
+        with self._changed:
+            self._given_up = self._given_up or "SaveFailed: the save has ended"
+            blocks = [b for b in self._chunks.values() if isinstance(b, np.ndarray)]
+            self._chunks.clear()
+            self._changed.wait_for(lambda: _State.READING not in self._state)
+            self._views.clear()
+            self._memory.clear()
+            self._changed.notify_all()
+        for block in blocks:
+            self._pool.put(block)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether anything is still to be read from live memory."""
+        with self._changed:
+            return not self._given_up and _State.LIVE in self._state

@@ -38,7 +38,6 @@ from ftckpt.manifest import (
     PackRef,
     Position,
     Ref,
-    ReplicaDigest,
 )
 from ftckpt.plan.restore import Saved, index_chunks
 from ftckpt.reader import read_fragments
@@ -69,7 +68,6 @@ class SaveJob:
 
     expected: Expected
     snapshot: Snapshot | None
-    replicas: tuple[ReplicaDigest, ...] = ()
     guarantee: Guarantee = "E4"
     why: tuple[str, ...] = ()
     trouble: str = ""
@@ -80,6 +78,8 @@ class SaveHandle:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.heard = False
+        """Whether ``wait`` already told of its failure."""
         self._future: Future[Commit] = Future()
 
     @property
@@ -108,6 +108,9 @@ class SaveHandle:
             raise TimeoutError(
                 f"the save of step {self.step} has not ended after {timeout_s} s; it goes on in the background"
             ) from None
+        except BaseException:
+            self.heard = self._future.done()
+            raise
 
 
 @dataclass(slots=True)
@@ -220,7 +223,11 @@ class SaveEngine:
         while (item := self._jobs.get()) is not None:
             job, handle = item
             try:
-                commit = self._save(job)
+                try:
+                    commit = self._save(job)
+                finally:
+                    if job.snapshot is not None:
+                        job.snapshot.close()
             except BaseException as error:
                 with self._changed:
                     self._outcome.failed_in_row += 0 if isinstance(error, Fenced) else 1
@@ -419,6 +426,7 @@ def write_share(
     snapshot = job.snapshot
     assert snapshot is not None
     holdings = snapshot.holdings
+    replicas = snapshot.replicas()
     known = _known(snapshot, reusable)
     share_bytes = sum(
         (task.stop - task.start) * holdings[task.holding].leaf.itemsize_bytes for task in snapshot.tasks
@@ -449,7 +457,7 @@ def write_share(
         parent=expected.parent,
         packs=refs,
         leaves=_leaf_records(snapshot, chunks),
-        replicas=job.replicas,
+        replicas=replicas,
         guarantee=job.guarantee,
         why=job.why,
     )

@@ -7,6 +7,7 @@ and, once a reader has filled them with ``place``, ``Target.finish`` does the re
 
 from __future__ import annotations
 
+from ftckpt.capture.fences import Fences
 from ftckpt.capture.marks import Frozen, OnResize, PerRank
 from ftckpt.capture.restoring import Target, target
 from ftckpt.capture.rng import reseed
@@ -15,6 +16,7 @@ from ftckpt.capture.tensors import as_bytes_view, place
 from ftckpt.capture.tree import LiveLeaf, Want
 
 __all__ = [
+    "Fences",
     "Frozen",
     "PerRank",
     "OnResize",

@@ -6,6 +6,7 @@ are only ever moved as integers of their size, so that no NaN is quieted and no 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,8 +87,22 @@ def can_fill(tensor: torch.Tensor) -> bool:
 def as_bytes_view(tensor: torch.Tensor) -> memoryview:
     """The raw bytes of a contiguous CPU tensor of any dtype, row-major, without a copy; read-only."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), (tensor.device, tensor.stride())
-    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat).toreadonly()
+    view: memoryview = _array_over(tensor.detach().reshape(-1).view(torch.uint8)).data
+    return view.toreadonly()
+
+
+def _array_over(integers: torch.Tensor) -> Any:
+    """A NumPy array over a CPU tensor's memory, which it keeps alive. Not by ``Tensor.numpy``: that
+    would forbid for ever to resize the storage, as offloading does.
+    """
+    dtype = np.dtype(dtype_name(integers.dtype))
+    if not integers.numel():
+        return np.empty(tuple(integers.shape), dtype)
+    last = sum((n - 1) * stride for n, stride in zip(integers.shape, integers.stride(), strict=True))
+    block: Any = (ctypes.c_ubyte * ((last + 1) * dtype.itemsize)).from_address(integers.data_ptr())
+    block.owner = integers
+    strides = tuple(stride * dtype.itemsize for stride in integers.stride())
+    return np.ndarray(tuple(integers.shape), dtype, buffer=block, strides=strides)
 
 
 def place(
@@ -117,7 +132,7 @@ def place(
     whole: Any = (torch.view_as_real(live) if pair else live).view(integer)
     into = whole[(*_slices(region, dest_box), ...)]
     if into.device.type == "cpu":
-        np.copyto(into.numpy(), source)
+        np.copyto(_array_over(into), source)
     else:
         into.copy_(torch.from_numpy(np.array(source)))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -18,7 +19,8 @@ import torch
 
 from ftckpt.attempts import find_run, read_start
 from ftckpt.begin import Begun, OnEmpty, begin, this_process
-from ftckpt.capture import LiveLeaf, capture, reseed
+from ftckpt.capture import Fences, LiveLeaf, capture, reseed
+from ftckpt.clock import SystemClock
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience
 from ftckpt.elastic.launch import Launch, open_status
@@ -38,14 +40,14 @@ from ftckpt.guarantee import Facts, judge
 from ftckpt.layout import Writer
 from ftckpt.manifest import Commit, Guarantee, Position, Ref
 from ftckpt.membership import Membership, alone
-from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
+from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, ChunkTask, Place, plan_save
 from ftckpt.ranks import Ranks, agree, ranks_here, tell, together
 from ftckpt.restoring import read_ref, restore_into
 from ftckpt.retention import Keep
 from ftckpt.session.heal import LiveState
 from ftckpt.session.settings import Members, Settings
 from ftckpt.session.stop import StopSignal
-from ftckpt.snapshot import replica_digests, stage
+from ftckpt.snapshot import Live, Snapshot, StagingPool, stage
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
 from ftckpt.writer import SaveEngine, SaveHandle, SaveJob, WriteSettings
@@ -105,7 +107,9 @@ class Session:
         step: int | None = None,
         fallback: bool = False,
         replica_group: Members | None = None,
-        stage: Literal["eager"] = "eager",
+        stage: Literal["lazy", "eager"] = "lazy",
+        verify_snapshot: bool = False,
+        fence_deadline_s: float = 60.0,
         codec: Literal["raw", "zstd"] | Codec = "zstd",
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         staging_bytes: int | None = None,
@@ -133,6 +137,8 @@ class Session:
             step=step,
             fallback=fallback,
             stage=stage,
+            verify_snapshot=verify_snapshot,
+            fence_deadline_s=fence_deadline_s,
             codec=codec if isinstance(codec, Codec) else Codec(codec),
             chunk_bytes=chunk_bytes,
             staging_bytes=staging_bytes,
@@ -276,7 +282,7 @@ class Session:
         if self._group is not None:
             self._group.open(
                 step=self._at.finished,
-                heal=LiveState(self.state, self._launch.group, ranks.rank, ranks.world),
+                heal=LiveState(self.state, self._launch.group, ranks.rank, ranks.world, self._before_change),
                 attempt=attempt,
                 on_turn=self._at_turn,
             )
@@ -291,8 +297,12 @@ class Session:
             events=self._events,
             on_commit=self._committed,
         )
-        self._entered = _Entered(store, ranks, attempt, me, engine)
+        self._entered = _Entered(store, ranks, attempt, me, engine, StagingPool(self.settings.staging_bytes))
         engine.start()
+        if self.settings.stage == "lazy":
+            if self.settings.staging_bytes is not None:
+                self._entered.pool.touch(self.settings.chunk_bytes)
+            self._entered.fences = Fences(self.state, self._before_change, self._foreign)
         self._stop.install()
 
     def __exit__(
@@ -307,21 +317,26 @@ class Session:
             elif error is None and failed is not None:
                 raise failed
         finally:
+            if inside.fences is not None:
+                inside.fences.remove()
             self._entered = None
             if self._group is not None:
                 self._group.close()
             inside.store.close()
 
     def _drain(self, inside: _Entered) -> BaseException | None:
-        """Finish what is under way. What the last save failed with, unless a boundary told it before."""
+        """Finish what is under way. What the last save failed with, unless a boundary or
+        ``SaveHandle.wait`` told it before.
+        """
         try:
             inside.engine.close(self.settings.deadline_s * 2)
         except TimeoutError as error:
             return error
         inside.janitor_done()
         errors = inside.engine.outcome().errors
-        failed = self._at.handle.error if self._at.handle is not None else None
-        return failed if failed is None or any(failed is one for one in errors) else None
+        handle = self._at.handle
+        failed = handle.error if handle is not None and not handle.heard else None
+        return failed if any(failed is one for one in errors) else None
 
     # --- how ------------------------------------------------------------------------------------
 
@@ -444,11 +459,56 @@ class Session:
         job = SaveJob(expected, None, guarantee=guarantee, why=why)
         tasks = plan_save([leaf.holding for leaf in leaves], place_, self.settings.chunk_bytes)
         try:
-            snapshot = stage(leaves, tasks, self.settings.staging_bytes)
+            return replace(job, snapshot=self._snapshot(leaves, tasks, place_.participants))
         except SaveFailed as error:
             return replace(job, trouble=error.message)
-        replicas = replica_digests(leaves, place_.participants) if self.settings.check_replicas else ()
-        return replace(job, snapshot=snapshot, replicas=replicas)
+
+    def _snapshot(
+        self, leaves: Sequence[LiveLeaf], tasks: Sequence[ChunkTask], participants: int
+    ) -> Snapshot:
+        inside, settings = self._inside(), self.settings
+        holders = participants if settings.check_replicas else 0
+        if settings.stage == "eager":
+            return stage(leaves, tasks, settings.staging_bytes, holders=holders)
+        live = Live(
+            leaves, tasks, inside.pool, SystemClock(), holders=holders, verify=settings.verify_snapshot
+        )
+        inside.live = [other for other in inside.live if other.is_live] + [live]
+        return live
+
+    @contextmanager
+    def mutating(self) -> Iterator[None]:
+        """Put around anything that writes, moves or offloads captured parameters or optimizer state
+        without an optimizer step or ``load_state_dict``.
+
+        A save that still reads live memory stages the rest of it first; see ``fence_deadline_s``.
+        """
+        self._before_change("session.mutating")
+        yield
+
+    def _before_change(self, what: str) -> None:
+        """The fence, on the thread that is about to change captured memory."""
+        inside = self._entered
+        for live in inside.live if inside is not None else ():
+            if live.is_live:
+                done = live.fence(self.settings.fence_deadline_s)
+                self._events(
+                    Event(
+                        "save.fence",
+                        {"what": what, "staged_bytes": done.staged_bytes, "seconds": round(done.seconds, 4)},
+                    )
+                )
+
+    def _foreign(self, what: str) -> None:
+        self._events(
+            Event(
+                "save.warning",
+                {
+                    "what": what,
+                    "why": "an optimizer outside the state steps a captured parameter; it is fenced",
+                },
+            )
+        )
 
     def _guarantee(self, groups: int) -> tuple[Guarantee, tuple[str, ...]]:
         """How exact this job is, and why not better: never better than what it went on from."""
@@ -564,6 +624,9 @@ class _Entered:
     attempt: int
     me: Writer
     engine: SaveEngine
+    pool: StagingPool
+    live: list[Live] = field(default_factory=list)
+    fences: Fences | None = None
     _janitor: threading.Thread | None = field(default=None)
 
     def collect_soon(self, keep: Keep, events: Events) -> None:

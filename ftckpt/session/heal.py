@@ -6,7 +6,7 @@ differ by rank stay with their rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
@@ -34,8 +34,16 @@ _INDEX = "#leaves"
 class LiveState:
     """A ``HealState`` over the components of one session."""
 
-    def __init__(self, state: Mapping[str, object], group: str, rank: int, world: int) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        group: str,
+        rank: int,
+        world: int,
+        before_load: Callable[[str], None],
+    ) -> None:
         self._state = state
+        self._before_load = before_load
         self._group, self._rank, self._world = group, rank, world
 
     def save(self) -> dict[str, object]:
@@ -73,6 +81,7 @@ class LiveState:
             world=self._world,
             subset=True,
         )
+        self._before_load("heal")
         for want in goal.wants:
             piece, data = boxes[want.leaf.name], state[want.leaf.name]
             region = intersect(piece, want.box)

@@ -25,7 +25,9 @@ class Settings:
     on_empty: OnEmpty = "start"
     step: int | None = None
     fallback: bool = False
-    stage: Literal["eager"] = "eager"
+    stage: Literal["lazy", "eager"] = "lazy"
+    verify_snapshot: bool = False
+    fence_deadline_s: float = 60.0
     codec: Codec = Codec()
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     staging_bytes: int | None = None
@@ -50,9 +52,9 @@ class Settings:
                 setting="on_empty",
                 found=self.on_empty,
             )
-        if self.stage != "eager":
+        if self.stage not in ("lazy", "eager"):
             raise SettingsError(
-                f'SettingsError: stage={self.stage!r} is not known; this version stages "eager"',
+                f'SettingsError: stage={self.stage!r} has no meaning; give "lazy" or "eager"',
                 setting="stage",
                 found=self.stage,
             )
@@ -64,6 +66,10 @@ class Settings:
             )
         if not self.deadline_s > 0:
             raise SettingsError(f"SettingsError: deadline_s={self.deadline_s!r} must be above zero")
+        if not self.fence_deadline_s > 0:
+            raise SettingsError(
+                f"SettingsError: fence_deadline_s={self.fence_deadline_s!r} must be above zero"
+            )
 
 
 class HealState(Protocol):

@@ -1,0 +1,248 @@
+"""Lazy snapshots: what is committed is the state of the call, whatever changes it afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ftckpt
+from ftckpt.chaos.faults.store import Fault, FaultyStore, Run
+from ftckpt.errors import SaveAborted, SaveError, SaveFailed
+from ftckpt.events import Event
+from ftckpt.session import core
+from ftckpt.store import open_store
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw-single": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+class Gate:
+    """Holds the save engine back before it reads the first chunk: where it reads its parent."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def fault(self) -> Fault:
+        return Fault(Run(self._pass), op="read", prefix="commits", times=10_000)
+
+    def _pass(self, call: object) -> None:
+        if threading.current_thread().name != "ftckpt-save":
+            return
+        assert self._open.wait(30), f"nobody released {call}"
+
+
+class Job:
+    """A model, its optimizer and things no optimizer owns, with a store that holds saves back."""
+
+    def __init__(self, folder: Path, kind: str = "adamw-fused", **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
+        self.optim = OPTIMIZERS[kind](self.model.parameters())
+        self.ema = torch.zeros(64)
+        self.plain: dict[str, Any] = {"epoch": 0, "seen": [1, 2, 3]}
+        self.state: dict[str, object] = {
+            "actor": self.model,
+            "optim": self.optim,
+            "ema": self.ema,
+            "plain": self.plain,
+        }
+        self.gate = Gate()
+        self.folder = folder
+        self.events: list[Event] = []
+        store = FaultyStore(open_store(folder), [self.gate.fault()])
+        self.session = ftckpt.Session(folder, self.state, store=store, events=self.events.append, **settings)
+
+    def step(self, optim: torch.optim.Optimizer | None = None) -> None:
+        optim = optim or self.optim
+        optim.zero_grad()
+        self.model(torch.randn(8, 16)).square().mean().backward()
+        optim.step()
+
+    def fences(self) -> list[str]:
+        return [event.fields["what"] for event in self.events if event.name == "save.fence"]
+
+    def remembered(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+@contextmanager
+def held_save(job: Job) -> Iterator[ftckpt.SaveHandle]:
+    """A save of step 1 that has been registered but whose packs the store does not take yet."""
+    with job.session as ckpt:
+        ckpt_handle = job.session._at.handle
+        assert ckpt_handle is not None
+        ckpt_handle.wait(30)
+        job.step()
+        job.gate.hold()
+        yield ckpt.save(1)
+        job.gate.release()
+
+
+def committed(job: Job, step: int = 1) -> ftckpt.Run:
+    run = ftckpt.open(str(job.folder))
+    assert run.latest().step == step
+    return run
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_an_optimizer_changes_after_save_is_committed_as_it_was(tmp_path: Path, kind: str) -> None:
+    """Case B1: parameters, moments, buffers, plain values and foreign tensors, all at once."""
+    job = Job(tmp_path / "run", kind)
+
+    with held_save(job) as handle:
+        before = job.remembered()
+        moments = {
+            i: {k: v.clone() for k, v in s.items() if isinstance(v, torch.Tensor)}
+            for i, s in enumerate(job.optim.state.values())
+        }
+        job.plain["epoch"] = 99
+        job.plain["seen"].append(4)
+        job.ema.fill_(7)
+        for _ in range(3):
+            job.step()
+        job.gate.release()
+        handle.wait(30)
+
+    run = committed(job)
+    for name, tensor in before.items():
+        assert torch.equal(run.tensor(f"actor.{name}"), tensor), name
+        if name.endswith("weight"):
+            assert not torch.equal(job.model.state_dict()[name], tensor), f"{name} never changed"
+    assert torch.equal(run.tensor("ema.value"), torch.zeros(64))
+    assert run.value("plain")["tree"] == {"epoch": 0, "seen": [1, 2, 3]}  # type: ignore[index]
+    fresh = Job(tmp_path / "unused", kind)
+    ftckpt.restore(job.folder, {"actor": fresh.model, "optim": fresh.optim}, step=1)
+    for i, state in enumerate(fresh.optim.state.values()):
+        for key, value in moments[i].items():
+            assert torch.equal(state[key], value), (i, key)
+
+
+def test_without_fences_the_same_test_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: with the fence switched off the commit holds later values."""
+    monkeypatch.setattr(core.Session, "_before_change", lambda _self, _what: None)
+    job = Job(tmp_path / "run", "adamw-fused")
+
+    with held_save(job) as handle:
+        before = job.remembered()
+        for _ in range(3):
+            job.step()
+        job.gate.release()
+        try:
+            handle.wait(30)
+        except SaveError:
+            return  # the version check noticed a write: also not the values of the call
+
+    weights = committed(job).tensor("actor.0.weight")
+    assert not torch.equal(weights, before["0.weight"])
+
+
+def test_an_optimizer_outside_the_state_is_fenced_and_told_of(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+    stranger = torch.optim.SGD(job.model.parameters(), lr=0.5, fused=True)
+
+    with held_save(job) as handle:
+        before = job.remembered()
+        job.step(stranger)
+        job.gate.release()
+        handle.wait(30)
+
+    assert torch.equal(committed(job).tensor("actor.0.weight"), before["0.weight"])
+    assert any(e.name == "save.warning" and "SGD" in e.fields["what"] for e in job.events)
+
+
+def test_an_optimizer_stepped_on_another_thread_is_fenced(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+
+    with held_save(job) as handle:
+        before = job.remembered()
+        thread = threading.Thread(target=job.step)
+        thread.start()
+        thread.join()
+        job.gate.release()
+        handle.wait(30)
+
+    assert torch.equal(committed(job).tensor("actor.0.weight"), before["0.weight"])
+
+
+def test_loading_a_state_dict_is_fenced(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+
+    with held_save(job) as handle:
+        before = job.remembered()
+        job.model[0].load_state_dict({k: torch.full_like(v, 3) for k, v in job.model[0].state_dict().items()})
+        job.gate.release()
+        handle.wait(30)
+
+    assert torch.equal(committed(job).tensor("actor.0.weight"), before["0.weight"])
+    assert "actor.load_state_dict" in job.fences()
+
+
+def test_mutating_stages_what_is_written_by_hand(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+
+    with held_save(job) as handle:
+        before = job.remembered()
+        with job.session.mutating(), torch.no_grad():
+            job.model[0].weight.zero_()
+        job.gate.release()
+        handle.wait(30)
+
+    assert torch.equal(committed(job).tensor("actor.0.weight"), before["0.weight"])
+
+
+def test_memory_that_is_emptied_without_a_fence_fails_the_save_by_name(tmp_path: Path) -> None:
+    """Offloading a parameter between save and fence must never write garbage."""
+    job = Job(tmp_path / "run", chunk_bytes=256)
+
+    with held_save(job) as handle:
+        job.model[2].weight.untyped_storage().resize_(0)
+        job.gate.release()
+        with pytest.raises((SaveFailed, SaveAborted), match="resized"):
+            handle.wait(30)
+
+    assert [c.step for c in ftckpt.open(str(job.folder)).commits()] == [0]
+
+
+def test_a_fence_beyond_the_staging_budget_waits_and_then_gives_the_save_up(tmp_path: Path) -> None:
+    """Training goes on after the deadline; the step is settled as aborted."""
+    job = Job(tmp_path / "run", staging_bytes=1024, chunk_bytes=512, fence_deadline_s=0.2)
+
+    with held_save(job) as handle:
+        job.step()
+        job.gate.release()
+        with pytest.raises((SaveFailed, SaveAborted), match="staging budget"):
+            handle.wait(30)
+        job.session._at.saved = 1
+        job.step()
+
+    run = ftckpt.open(str(job.folder))
+    assert [e.status for e in run.entries() if e.at.step == 1] == ["aborted"]
+
+
+def test_verify_snapshot_notices_a_write_that_no_hook_sees(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", verify_snapshot=True, chunk_bytes=256)
+
+    with held_save(job) as handle:
+        job.model[2].weight.detach().numpy()[:] = 5
+        job.gate.release()
+        with pytest.raises((SaveFailed, SaveAborted), match=r"actor\.2\.weight"):
+            handle.wait(30)
