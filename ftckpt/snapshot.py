@@ -329,6 +329,7 @@ class Live:
 
     def read(self, number: int) -> Buffer:
         with self._changed:
+            self._changed.wait_for(lambda: self._given_up or self._state[number] is not _State.READING)
             if self._given_up:
                 raise SaveFailed(self._given_up)
             if self._state[number] is _State.STAGED:
