@@ -202,7 +202,12 @@ def _view(block: Bytes | Buffer) -> memoryview:
 
 
 def _shared(leaf: LiveLeaf, holders: int) -> bool:
-    return holders > 0 and len(leaf.holding.ranks) * (holders if leaf.holding.every_group else 1) > 1
+    """Whether others hold this very part. An empty part is nobody's to compare."""
+    return (
+        leaf.holding.box.numel > 0
+        and holders > 0
+        and len(leaf.holding.ranks) * (holders if leaf.holding.every_group else 1) > 1
+    )
 
 
 def _replica(leaf: LiveLeaf, view: memoryview) -> ReplicaDigest:
