@@ -168,15 +168,13 @@ def diverging(rank: int) -> None:
         assert "t.value" in failure(Diverged, lambda: running.save(1).wait(20))
 
 
-def die(rank: int, *, everybody: bool) -> None:
-    packs = "packs/000001/000000000002"
-    kills = [Fault(Kill("after"), op="create", prefix=packs)] if rank or everybody else []
-    with session("killed", values := state(), kills, deadline_s=3) as running:
+def die(rank: int) -> None:
+    plan = [Fault(Kill("after"), op="create", prefix="packs/000001/000000000002")] if rank else []
+    with session("run", values := state(), plan, deadline_s=3) as running:
         values["t"] += 1
         running.save(1).wait(20)
         values["t"] += 1
         torch.rand(1)
-        print("saving", flush=True)
         print(failure(SaveAborted, lambda: running.save(2).wait(20)), flush=True)
         sys.exit(0)
 
@@ -185,8 +183,8 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    if sys.argv[1] != "together":
-        die(rank, everybody=sys.argv[1] == "all-killed")
+    if sys.argv[1] == "killed":
+        die(rank)
     for part in (different_arguments, different_steps, failing_to_enter, failing_to_save, diverging):
         part(rank)
     dist.barrier()
