@@ -34,6 +34,17 @@ def test_a_resume_of_a_resume_is_bounded_by_both_parents():
     assert on_lineage(view) == [at(8, 3), at(7, 2), at(6, 2), at(5, 1), at(4, 1)]
 
 
+def test_an_attempt_is_bounded_by_the_smallest_parent_of_all_its_descendants():
+    """No job makes such starts; copies and forks that were cut together may."""
+    view = View(
+        starts={1: None, 2: at(9, 1), 3: at(7, 2)},
+        commits=frozenset({at(s, 1) for s in range(6, 10)}),
+    )
+
+    assert reach(view) == {3: None, 2: 7, 1: 7}
+    assert on_lineage(view) == [at(7, 1), at(6, 1)]
+
+
 def test_of_two_resumes_from_one_commit_the_newer_counts():
     view = View(
         claims=frozenset({1, 2, 3}),
