@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 
 from ftckpt.boxes import Box
+from ftckpt.codec import DELTA, MAX_CHAIN
 from ftckpt.errors import RecordCorrupt, UnknownFormat
 from ftckpt.leaf import ITEMSIZE_BYTES, Kind, LeafSpec
 
@@ -96,8 +97,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
     """Elements ``start`` up to ``stop`` of one box, row-major, and where their bytes are.
 
-    ``raw`` and ``stored`` are digests of the bytes before and after the codec. ``bases`` is empty
-    but for delta codecs: the digests of the raw chunks that it builds on, nearest first.
+    ``raw`` and ``stored`` are digests of the bytes before and after the codec. ``base`` is ``None`` but
+    for the delta codec: the record of the same span of the same box in an earlier commit, which this
+    chunk builds on and which may itself have a base. Its ``pack`` is a number in the same fragment's
+    packs, so that reading one commit never needs another.
     """
 
     start: int
@@ -108,7 +111,16 @@ class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
     pack: int
     offset: int
     size: int
-    bases: tuple[bytes, ...] = ()
+    base: ChunkRecord | None = None
+
+    @property
+    def chain(self) -> tuple[ChunkRecord, ...]:
+        """The chunks that this one builds on, nearest first; the last of them is whole."""
+        found, base = [], self.base
+        while base is not None:
+            found.append(base)
+            base = base.base
+        return tuple(found)
 
 
 class BoxRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -362,16 +374,25 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
             if not box.inside(shape):
                 raise bad(f"gives {leaf.name!r} of shape {shape} a box outside of it: {box}")
             for chunk in record.chunks:
-                if not (
-                    0 <= chunk.start < chunk.stop <= box.numel
-                    and (chunk.stop - chunk.start) * itemsize <= MAX_CHUNK_BYTES
-                    and 0 <= chunk.pack < len(fragment.packs)
-                    and chunk.offset >= 0
-                    and chunk.size > 0
-                    and chunk.offset + chunk.size <= fragment.packs[chunk.pack].size
-                    and len(chunk.raw) == len(chunk.stored) == 16
-                ):
-                    raise bad(f"gives {leaf.name!r} a chunk that cannot be: {chunk}")
+                links = (chunk, *chunk.chain)
+                if len(links) > 1 + MAX_CHAIN:
+                    raise bad(
+                        f"gives {leaf.name!r} elements {chunk.start} to {chunk.stop} a chain of {len(links) - 1} "
+                        f"bases; at most {MAX_CHAIN} are followed"
+                    )
+                for link in links:
+                    if not (
+                        0 <= link.start < link.stop <= box.numel
+                        and (link.start, link.stop) == (chunk.start, chunk.stop)
+                        and (link.stop - link.start) * itemsize <= MAX_CHUNK_BYTES
+                        and 0 <= link.pack < len(fragment.packs)
+                        and link.offset >= 0
+                        and link.size > 0
+                        and link.offset + link.size <= fragment.packs[link.pack].size
+                        and len(link.raw) == len(link.stored) == 16
+                        and (link.codec == DELTA) == (link.base is not None)
+                    ):
+                        raise bad(f"gives {leaf.name!r} a chunk that cannot be: {link}")
 
 
 def fraction(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:

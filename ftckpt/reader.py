@@ -19,7 +19,17 @@ from ftckpt.boxes import Box
 from ftckpt.errors import ChunkCorrupt, CorruptError, ObjectDamaged, ObjectNotFound, StoreError
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.manifest import Commit, Fragment, FragmentRef, Position, decode, digest_of, fraction, may_hold
-from ftckpt.plan.restore import Fetch, Placement, Run, coalesce, index_chunks, plan_restore
+from ftckpt.plan.restore import (
+    Fetch,
+    Link,
+    Placement,
+    Run,
+    bases_of,
+    coalesce,
+    index_chunks,
+    packs_of,
+    plan_restore,
+)
 from ftckpt.store.api import Buffer, ByteRange, ObjectStore
 
 Place = Callable[[Placement, memoryview], None]
@@ -142,8 +152,8 @@ def fetch(
         StoreError: the store failed.
     """
     runs = coalesce(fetches, settings.gap_bytes, settings.run_bytes)
-    total = sum(run.end - run.start for run in runs)
-    widest = max((run.end - run.start + max(f.raw_bytes for f in run.fetches) for run in runs), default=1)
+    total = sum(run.read_bytes for run in runs)
+    widest = max((run.read_bytes + max(f.memory_bytes for f in run.fetches) for run in runs), default=1)
     threads = max(1, min(settings.threads, settings.budget_bytes // widest, len(runs)))
     stop = Flag()
     done = 0
@@ -152,16 +162,15 @@ def fetch(
         if stop.is_set():
             return 0
         try:
-            body = memoryview(store.read(run.pack, ByteRange(run.start, run.end)))
+            bodies = _read_run(store, run)
             for item in run.fetches:
-                offset = item.chunk.offset - run.start
-                raw = verify(item, body[offset : offset + item.chunk.size], at)
+                raw = verify(item, bodies.of(item), at)
                 for placement in item.placements:
                     place(placement, raw)
         except BaseException:
             stop.set()
             raise
-        return run.end - run.start
+        return run.read_bytes
 
     with ThreadPoolExecutor(threads, "ftckpt-read") as pool:
         pending = {pool.submit(work, run) for run in runs}
@@ -179,37 +188,80 @@ def fetch(
                 progress(done, total)
 
 
-def verify(item: Fetch, stored: Buffer, at: Position) -> memoryview:
-    """The raw bytes of a chunk, proven against both digests.
+@dataclass(frozen=True, slots=True)
+class _Bodies:
+    """What the requests of one run brought: pack, first byte, bytes."""
+
+    parts: tuple[tuple[str, int, memoryview], ...]
+
+    def of(self, item: Fetch) -> list[memoryview]:
+        """The stored bytes of a chunk and of its bases, nearest first."""
+        return [self._find(link) for link in item.links]
+
+    def _find(self, link: Link) -> memoryview:
+        offset, size = link.chunk.offset, link.chunk.size
+        return next(
+            body[offset - start : offset - start + size]
+            for pack, start, body in self.parts
+            if pack == link.pack and start <= offset and offset + size <= start + len(body)
+        )
+
+
+def _read_run(store: ObjectStore, run: Run) -> _Bodies:
+    return _Bodies(
+        tuple(
+            (span.pack, span.start, memoryview(store.read(span.pack, ByteRange(span.start, span.end))))
+            for span in run.spans
+        )
+    )
+
+
+def verify(item: Fetch, stored: Sequence[Buffer], at: Position) -> memoryview:
+    """The raw bytes of a chunk, proven against both digests, and those of every base it builds on.
+
+    ``stored`` are its own stored bytes, then those of its bases, nearest first.
 
     Raises:
-        ChunkCorrupt: naming the leaf, the chunk, the pack and what was found.
+        ChunkCorrupt: naming the leaf, the chunk, the pack (of the base, if that is what is broken) and
+            what was found.
     """
-    chunk = item.chunk
-    found = xxhash.xxh3_128_digest(stored)
-    if found != chunk.stored:
-        zero = ", all zero: often a torn write below the store" if not any(stored) else ""
-        raise _corrupt(item, at, f"stored bytes{zero}", chunk.stored, found)
-    try:
-        raw = codec.decode(stored, chunk.codec, item.raw_bytes)
-    except ChunkCorrupt as error:
-        raise _corrupt(item, at, error.message, chunk.raw, b"") from error
-    found = xxhash.xxh3_128_digest(raw) if chunk.codec != codec.RAW else chunk.stored
-    if found != chunk.raw:
-        raise _corrupt(item, at, "decoded bytes", chunk.raw, found)
+    links = item.links
+    for number, body in enumerate(stored):
+        expected, found = links[number].chunk.stored, xxhash.xxh3_128_digest(body)
+        if found != expected:
+            zero = ", all zero: often a torn write below the store" if not any(body) else ""
+            raise _corrupt(item, number, at, f"stored bytes{zero}", expected, found)
+    raw: Buffer | None = None
+    for number in reversed(range(len(links))):
+        chunk = links[number].chunk
+        try:
+            raw = codec.decode(stored[number], chunk.codec, item.raw_bytes, raw)
+        except ChunkCorrupt as error:
+            raise _corrupt(item, number, at, error.message, chunk.raw, b"") from error
+        found = xxhash.xxh3_128_digest(raw) if chunk.codec != codec.RAW else chunk.stored
+        if found != chunk.raw:
+            raise _corrupt(item, number, at, "decoded bytes", chunk.raw, found)
+    assert raw is not None
     return memoryview(raw)
 
 
-def _corrupt(item: Fetch, at: Position, what: str, expected: bytes, found: bytes) -> ChunkCorrupt:
+def _corrupt(
+    item: Fetch, number: int, at: Position, what: str, expected: bytes, found: bytes
+) -> ChunkCorrupt:
     chunk = item.chunk
+    broken = item.links[number]
+    base = f"  they build on {len(item.bases)} bases, and base {number} is broken\n" if number else ""
     return ChunkCorrupt(
         f"ChunkCorrupt: elements {chunk.start} to {chunk.stop} of a part of {item.leaf} ({at}) do not match "
-        f"their checksum\n  {what}: expected xxh3-128 {expected.hex()}, found {found.hex() or 'nothing'}\n"
-        f"  {chunk.size} bytes at offset {chunk.offset} of {item.pack}",
+        f"their checksum\n{base}"
+        f"  {what}: expected xxh3-128 {expected.hex()}, found {found.hex() or 'nothing'}\n"
+        f"  {broken.chunk.size} bytes at offset {broken.chunk.offset} of {broken.pack}",
         leaf=item.leaf,
-        pack=item.pack,
-        offset=chunk.offset,
+        pack=broken.pack,
+        offset=broken.chunk.offset,
         step=at.step,
+        start=chunk.start,
+        base=number,
     )
 
 
@@ -220,7 +272,7 @@ def read_values(
     leaves = [leaf for leaf in leaf_specs(fragments).values() if leaf.kind == "value"]
     wants = [(leaf, Box((0,), leaf.shape)) for leaf in leaves]
     fetches = plan_restore(wants, index_chunks(fragments))
-    check_packs(store, {(item.pack, item.pack_bytes) for item in fetches}, at)
+    check_packs(store, packs_of(fetches), at)
     buffers = [bytearray(leaf.shape[0]) for leaf in leaves]  # sizes that the chunks were found to fill
 
     def place(placement: Placement, raw: memoryview) -> None:
@@ -250,27 +302,40 @@ def verify_commit(
         except (CorruptError, StoreError) as error:
             problems.append(error)
     fetches = _every_chunk(fragments)
-    damaged = list(_damaged_packs(store, {(item.pack, item.pack_bytes) for item in fetches}, commit.at))
+    damaged = list(_damaged_packs(store, packs_of(fetches), commit.at))
     problems.extend(damaged)
     bad = {error.facts["key"] for error in damaged}
-    fetches = [item for item in fetches if item.pack not in bad]
-    done, total = 0, sum(item.chunk.size for item in fetches)
-    for run in coalesce(fetches, settings.gap_bytes, settings.run_bytes):
+    problems.extend(_missing_base(item, bad, commit.at) for item in fetches if _lost_base(item, bad))
+    fetches = [item for item in fetches if not bad & {link.pack for link in item.links}]
+    runs = coalesce(fetches, settings.gap_bytes, settings.run_bytes)
+    done, total = 0, sum(run.read_bytes for run in runs)
+    for run in runs:
         try:
-            body = memoryview(store.read(run.pack, ByteRange(run.start, run.end)))
+            bodies = _read_run(store, run)
         except StoreError as error:
             problems.append(error)
             continue
         for item in run.fetches:
-            offset = item.chunk.offset - run.start
             try:
-                verify(item, body[offset : offset + item.chunk.size], commit.at)
+                verify(item, bodies.of(item), commit.at)
             except CorruptError as error:
                 problems.append(error)
-        done += run.end - run.start
+        done += run.read_bytes
         if progress is not None:
             progress(done, total)
     return problems
+
+
+def _lost_base(item: Fetch, bad: Collection[object]) -> bool:
+    return item.pack not in bad and any(link.pack in bad for link in item.bases)
+
+
+def _missing_base(item: Fetch, bad: Collection[object], at: Position) -> ChunkCorrupt:
+    """A chunk that is whole and cannot be decoded, because a pack of its bases is damaged."""
+    number, link = next((n, link) for n, link in enumerate(item.bases, 1) if link.pack in bad)
+    return _corrupt(
+        item, number, at, f"the pack of the base, {link.pack}, is damaged", link.chunk.stored, b""
+    )
 
 
 def _every_chunk(fragments: Iterable[Fragment]) -> list[Fetch]:
@@ -283,7 +348,7 @@ def _every_chunk(fragments: Iterable[Fragment]) -> list[Fetch]:
                 pack = fragment.packs[chunk.pack]
                 raw_bytes = (chunk.stop - chunk.start) * itemsize
                 found[pack.key, chunk.offset, leaf.name, chunk.start] = Fetch(
-                    leaf.name, pack.key, pack.size, chunk, raw_bytes, ()
+                    leaf.name, pack.key, pack.size, chunk, raw_bytes, (), bases_of(fragment, chunk)
                 )
     return [found[key] for key in sorted(found)]
 

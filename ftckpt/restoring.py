@@ -16,7 +16,7 @@ from ftckpt.commit import read_commit
 from ftckpt.errors import ObjectDamaged, RestoreIncomplete, first_line
 from ftckpt.layout import commit_key
 from ftckpt.manifest import Commit, Ref
-from ftckpt.plan.restore import Placement, index_chunks, plan_restore
+from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore
 from ftckpt.reader import (
     DEFAULT,
     Progress,
@@ -94,7 +94,7 @@ def restore_into(
     goal = target(state, saved, trees, group=group, rank=rank, world=world, subset=subset, strict=strict)
     wants = [(want.leaf, want.box) for want in goal.wants]
     fetches = plan_restore(wants, index_chunks(fragments))
-    check_packs(store, {(item.pack, item.pack_bytes) for item in fetches}, at)
+    check_packs(store, packs_of(fetches), at)
     begun: set[str] = set()
     lock = threading.Lock()
 
@@ -124,6 +124,6 @@ def restore_into(
         commit,
         goal.notes,
         values,
-        sum(item.chunk.size for item in fetches),
+        sum(item.stored_bytes for item in fetches),
         rng_restored=any(component == "rng" for _, component, _ in goal.steps),
     )

@@ -33,7 +33,7 @@ from ftckpt.manifest import (
     Tombstone,
     decode,
 )
-from ftckpt.plan.restore import Placement, index_chunks, plan_restore
+from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore
 from ftckpt.reader import (
     DEFAULT,
     Progress,
@@ -188,7 +188,7 @@ class Run:
         fragments = read_fragments(self._store, commit, [(spec, box)])
         result = torch.empty(box.extent, dtype=getattr(torch, spec.dtype))
         fetches = plan_restore([(spec, box)], index_chunks(fragments))
-        check_packs(self._store, {(item.pack, item.pack_bytes) for item in fetches}, commit.at)
+        check_packs(self._store, packs_of(fetches), commit.at)
 
         def put(placement: Placement, raw: memoryview) -> None:
             piece = raw[placement.first_byte :][: placement.piece.numel * spec.itemsize_bytes]

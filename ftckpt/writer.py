@@ -16,16 +16,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from ftckpt import codec, layout
 from ftckpt.attempts import check_fence, look
 from ftckpt.clock import Clock, SystemClock
-from ftckpt.codec import Codec
+from ftckpt.codec import Bases, Candidate, Codec, Rates, always
 from ftckpt.commit import Expected, Patience, abort, check_settled, failure, put_fragment, read_commit, settle
 from ftckpt.errors import AlreadyExists, Diverged, Fenced, FtckptError, SaveFailed, StoreError, first_line
 from ftckpt.events import Event, Events, silent
 from ftckpt.layout import Writer
+from ftckpt.leaf import Holding
 from ftckpt.lineage import on_lineage
 from ftckpt.manifest import (
     FORMAT,
@@ -39,7 +43,7 @@ from ftckpt.manifest import (
     Position,
     Ref,
 )
-from ftckpt.plan.restore import Saved, index_chunks
+from ftckpt.plan.restore import Link, Saved, index_chunks
 from ftckpt.reader import read_fragments
 from ftckpt.snapshot import Snapshot
 from ftckpt.store.api import Buffer, ObjectStore
@@ -48,7 +52,8 @@ from ftckpt.store.api import Buffer, ObjectStore
 @dataclass(frozen=True, slots=True)
 class WriteSettings:
     """Bounds of a save. Packs are ``pack_bytes`` each, more for large shares, at most
-    ``max_pack_bytes``; memory beyond the snapshot is about ``packs_in_flight`` + 1 packs.
+    ``max_pack_bytes``; memory beyond the snapshot is about ``packs_in_flight`` + 2 packs, and the
+    codec's budget for bases.
     """
 
     codec: Codec = Codec()
@@ -71,6 +76,14 @@ class SaveJob:
     guarantee: Guarantee = "E4"
     why: tuple[str, ...] = ()
     trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What one save leaves to the next: bases of deltas, and how fast things were."""
+
+    bases: Bases
+    rates: Rates
 
 
 class SaveHandle:
@@ -144,6 +157,10 @@ class SaveEngine:
         self._clock = clock or SystemClock()
         self._events = events
         self._on_commit = on_commit
+        self._learned = Learned(
+            Bases(settings.codec.base_budget_bytes if settings.codec.deltas else 0),
+            Rates(settings.encode_threads),
+        )
         self._index: Mapping[str, Sequence[Saved]] | None = None
         self._unsettled: Position | None = None
         self._diverged: Diverged | None = None
@@ -298,6 +315,7 @@ class SaveEngine:
                 self._me,
                 self._settings,
                 self._reusable(),
+                self._learned,
             )
             put_fragment(self._store, fragment, self._me)
             return fragment, None
@@ -403,15 +421,6 @@ def look_commit(store: ObjectStore, ref: Ref) -> Commit:
     return found[0]
 
 
-@dataclass(slots=True)
-class _Encoded:
-    number: int
-    raw: bytes
-    stored: bytes
-    codec: int
-    body: Buffer
-
-
 def write_share(
     store: ObjectStore,
     job: SaveJob,
@@ -419,6 +428,7 @@ def write_share(
     me: Writer,
     settings: WriteSettings,
     reusable: Mapping[str, Sequence[Saved]],
+    learned: Learned,
 ) -> Fragment:
     """Stream a snapshot into packs; returns the fragment that names them. On return every pack is
     durable, and nothing is readable yet.
@@ -427,23 +437,32 @@ def write_share(
     assert snapshot is not None
     holdings = snapshot.holdings
     replicas = snapshot.replicas()
-    known = _known(snapshot, reusable)
+    keys = _keys(snapshot)
+    known = _known(keys, reusable)
     share_bytes = sum(
         (task.stop - task.start) * holdings[task.holding].leaf.itemsize_bytes for task in snapshot.tasks
     )
     pack_bytes = max(settings.pack_bytes, min(settings.max_pack_bytes, share_bytes // 64))
-    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight)
+    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned.rates)
     chunks: dict[int, ChunkRecord] = {}
     with ThreadPoolExecutor(settings.encode_threads, "ftckpt-encode") as pool, packs:
-        for item in _encode_all(pool, snapshot, known, settings):
+        for item in _encode_all(pool, snapshot, keys, known, settings, learned):
             task = snapshot.tasks[item.number]
             if isinstance(item, _Known):
-                pack = packs.refer(item.saved.pack, item.saved.pack_bytes)
-                chunks[item.number] = _renumber(item.saved.chunk, pack)
+                chunks[item.number] = _refer(item.saved, packs)
             else:
-                pack, offset = packs.add(item.body)
+                pack, offset = packs.add(item.body, item.kept or item.base is not None)
+                base = _refer(item.base, packs) if item.base is not None else None
                 chunks[item.number] = ChunkRecord(
-                    task.start, task.stop, item.raw, item.stored, item.codec, pack, offset, len(item.body)
+                    task.start,
+                    task.stop,
+                    item.raw,
+                    item.stored,
+                    item.codec,
+                    pack,
+                    offset,
+                    len(item.body),
+                    base,
                 )
             snapshot.release(item.number)
         refs = packs.finish()
@@ -463,43 +482,116 @@ def write_share(
     )
 
 
+Key = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
+"""A span of a box of a leaf: name, offset, extent, start, stop."""
+
+
 @dataclass(slots=True)
 class _Known:
+    """A chunk that the parent commit has already."""
+
     number: int
     saved: Saved
 
 
-def _known(snapshot: Snapshot, reusable: Mapping[str, Sequence[Saved]]) -> dict[int, Saved]:
-    """For each task, the parent's chunk of the same span of the same box, if there is one."""
-    spans: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...], int, int], Saved]] = {}
-    known = {}
-    for number, task in enumerate(snapshot.tasks):
+@dataclass(slots=True)
+class _Encoded:
+    """A chunk to write. ``base`` is what a delta builds on; ``kept`` says that later ones may build on
+    this one.
+    """
+
+    number: int
+    raw: bytes
+    stored: bytes
+    codec: int
+    body: Buffer
+    base: Saved | None
+    kept: bool
+
+
+def _keys(snapshot: Snapshot) -> list[Key]:
+    """What each task is, from save to save."""
+    keys = []
+    for task in snapshot.tasks:
         holding = snapshot.holdings[task.holding]
-        name = holding.leaf.name
+        keys.append((holding.leaf.name, holding.box.offset, holding.box.extent, task.start, task.stop))
+    return keys
+
+
+def _known(keys: Sequence[Key], reusable: Mapping[str, Sequence[Saved]]) -> dict[int, Saved]:
+    """For each task, the parent's chunk of the same span of the same box, if there is one."""
+    spans: dict[str, dict[Key, Saved]] = {}
+    known = {}
+    for number, key in enumerate(keys):
+        name = key[0]
         if name not in spans:
             spans[name] = {
-                (s.box.offset, s.box.extent, s.chunk.start, s.chunk.stop): s for s in reusable.get(name, ())
+                (name, s.box.offset, s.box.extent, s.chunk.start, s.chunk.stop): s
+                for s in reusable.get(name, ())
             }
-        saved = spans[name].get((holding.box.offset, holding.box.extent, task.start, task.stop))
+        saved = spans[name].get(key)
         if saved is not None:
             known[number] = saved
     return known
 
 
+def _candidate(key: Key, holding: Holding) -> Candidate:
+    """What a base of this chunk may be worth, before it was measured: a small step leaves most bits of
+    16-bit weights as they are, fewer of 32-bit ones, and fewest of an optimizer's moments.
+    """
+    itemsize = holding.leaf.itemsize_bytes
+    prior = {2: 0.6, 4: 0.3}.get(itemsize, 0.1)
+    if holding.frozen or holding.leaf.kind == "value":
+        prior = 0.0
+    elif ".state." in holding.leaf.name:
+        prior /= 4
+    return Candidate(key, (key[4] - key[3]) * itemsize, prior)
+
+
+def may_extend(chunk: ChunkRecord, max_chain: int) -> bool:
+    """Whether a delta may build on this chunk. Chains end at lengths from half of ``max_chain`` up to
+    it, by the digest of what they began with, so that not all chunks are written whole in one save.
+    """
+    anchor = (chunk, *chunk.chain)[-1]
+    limit = max_chain - anchor.raw[0] % (max_chain // 2 + 1)
+    return len(chunk.chain) < limit
+
+
 def _encode_all(
-    pool: ThreadPoolExecutor, snapshot: Snapshot, known: Mapping[int, Saved], settings: WriteSettings
+    pool: ThreadPoolExecutor,
+    snapshot: Snapshot,
+    keys: Sequence[Key],
+    known: Mapping[int, Saved],
+    settings: WriteSettings,
+    learned: Learned,
 ) -> Iterator[_Encoded | _Known]:
     """Hash and encode every chunk, in task order, a few ahead of whoever consumes them."""
+    chosen, bases, rates = settings.codec, learned.bases, learned.rates
+    pays = rates.pays if chosen.name == "auto" else always
+    bases.aim(
+        _candidate(key, snapshot.holdings[task.holding])
+        for key, task in zip(keys, snapshot.tasks, strict=True)
+        if chosen.deltas
+    )
 
     def work(number: int) -> _Encoded | _Known:
         body = snapshot.read(number)
         raw = xxhash.xxh3_128_digest(body)
-        saved = known.get(number)
+        key, saved = keys[number], known.get(number)
         if saved is not None and saved.chunk.raw == raw:
+            bases.unchanged(key, raw, body)
             return _Known(number, saved)
-        used, stored = codec.encode(body, settings.codec)
-        digest = raw if used == codec.RAW else xxhash.xxh3_128_digest(stored)
-        return _Encoded(number, raw, digest, used, stored)
+        base = None
+        if saved is not None and may_extend(saved.chunk, chosen.max_chain):
+            base = bases.get(key, saved.chunk.raw)
+        itemsize = snapshot.holdings[snapshot.tasks[number].holding].leaf.itemsize_bytes
+        begun_s = rates.cpu_s()
+        done = codec.encode(body, itemsize, chosen, base, pays)
+        rates.encoded(done.codec, len(body), rates.cpu_s() - begun_s)
+        stored = raw if done.codec == codec.RAW else xxhash.xxh3_128_digest(done.body)
+        kept = bases.keep(key, raw, body, done.gain)
+        built_on = saved if done.codec == codec.DELTA else None
+        return _Encoded(number, raw, stored, done.codec, done.body, built_on, kept)
 
     ahead: list[Future[_Encoded | _Known]] = []
     for number, task in enumerate(snapshot.tasks):
@@ -512,18 +604,13 @@ def _encode_all(
         yield future.result()
 
 
-def _renumber(chunk: ChunkRecord, pack: int) -> ChunkRecord:
-    return ChunkRecord(
-        chunk.start,
-        chunk.stop,
-        chunk.raw,
-        chunk.stored,
-        chunk.codec,
-        pack,
-        chunk.offset,
-        chunk.size,
-        chunk.bases,
-    )
+def _refer(saved: Saved, packs: _Packs) -> ChunkRecord:
+    """The record of a chunk that earlier steps wrote, and of its bases, in terms of these packs."""
+    base: ChunkRecord | None = None
+    for link in reversed((Link(saved.chunk, saved.pack, saved.pack_bytes), *saved.bases)):
+        base = msgspec.structs.replace(link.chunk, pack=packs.refer(link.pack, link.pack_bytes), base=base)
+    assert base is not None
+    return base
 
 
 def _leaf_records(snapshot: Snapshot, chunks: Mapping[int, ChunkRecord]) -> tuple[LeafRecord, ...]:
@@ -539,20 +626,34 @@ def _leaf_records(snapshot: Snapshot, chunks: Mapping[int, ChunkRecord]) -> tupl
     return tuple(sorted(records, key=lambda record: record.name))
 
 
-class _Packs:
-    """Fills packs in memory and puts each as one object, a bounded number at a time."""
+@dataclass(slots=True)
+class _Open:
+    """A pack that is being filled."""
 
-    def __init__(self, store: ObjectStore, at: Position, me: Writer, pack_bytes: int, in_flight: int) -> None:
-        self._store, self._at, self._me = store, at, me
+    number: int
+    memory: npt.NDArray[np.uint8]
+    size: int = 0
+
+
+class _Packs:
+    """Fills packs in memory and puts each as one object, a bounded number at a time.
+
+    Chunks that later steps may build on go into packs of their own: a base is kept for as long as
+    anything builds on it, and must not keep everything else of its step.
+    """
+
+    def __init__(
+        self, store: ObjectStore, at: Position, me: Writer, pack_bytes: int, in_flight: int, rates: Rates
+    ) -> None:
+        self._store, self._at, self._me, self._rates = store, at, me, rates
         self._pack_bytes = pack_bytes
         self._pool = ThreadPoolExecutor(in_flight, "ftckpt-put")
         self._slots = threading.BoundedSemaphore(in_flight)
         self._refs: list[PackRef] = []
         self._numbers: dict[str, int] = {}
         self._puts: list[Future[None]] = []
-        self._open: int | None = None
-        self._parts: list[Buffer] = []
-        self._size = 0
+        self._open: dict[bool, _Open] = {}
+        self._free: list[npt.NDArray[np.uint8]] = []
         self._sequence = 0
 
     def __enter__(self) -> Self:
@@ -568,47 +669,58 @@ class _Packs:
             self._refs.append(PackRef(key, size))
         return self._numbers[key]
 
-    def add(self, body: Buffer) -> tuple[int, int]:
-        """Put a chunk into the open pack: the pack's number and the chunk's offset."""
-        if self._open is not None and self._size + len(body) > self._pack_bytes:
-            self._flush()
-        if self._open is None:
-            self._open = len(self._refs)
+    def add(self, body: Buffer, base: bool = False) -> tuple[int, int]:
+        """Copy a chunk into an open pack: the pack's number and the chunk's offset. ``base``: later
+        steps may build on it.
+        """
+        pack = self._open.get(base)
+        if pack is not None and pack.size + len(body) > pack.memory.size:
+            self._flush(base)
+            pack = None
+        if pack is None:
+            pack = self._open[base] = _Open(len(self._refs), self._memory(len(body)))
             self._refs.append(PackRef(layout.pack_key(self._at, self._me, self._sequence), 0))
             self._sequence += 1
-        offset = self._size
-        self._parts.append(body)
-        self._size += len(body)
-        return self._open, offset
+        offset = pack.size
+        pack.size += len(body)
+        np.copyto(pack.memory[offset : pack.size], np.frombuffer(body, np.uint8))
+        return pack.number, offset
+
+    def _memory(self, need_bytes: int) -> npt.NDArray[np.uint8]:
+        """Of a pack that has been put, if there is one: its pages are touched."""
+        if need_bytes <= self._pack_bytes and self._free:
+            return self._free.pop()
+        return np.empty(max(need_bytes, self._pack_bytes), np.uint8)
 
     def finish(self) -> tuple[PackRef, ...]:
-        """Put the last pack and wait for all of them; raises the first failure."""
-        self._flush()
+        """Put the last packs and wait for all of them; raises the first failure."""
+        for base in sorted(self._open):
+            self._flush(base)
         for put in self._puts:
             put.result()
         return tuple(self._refs)
 
-    def _flush(self) -> None:
-        if self._open is None:
-            return
-        key = self._refs[self._open].key
-        self._refs[self._open] = PackRef(key, self._size)
-        body = b"".join(self._parts)
-        self._open, self._parts, self._size = None, [], 0
+    def _flush(self, base: bool) -> None:
+        pack = self._open.pop(base)
+        key = self._refs[pack.number].key
+        self._refs[pack.number] = PackRef(key, pack.size)
         for put in self._puts:
             if put.done():
                 put.result()
         self._slots.acquire()
-        self._puts.append(self._pool.submit(self._put, key, body))
+        self._puts.append(self._pool.submit(self._put, key, pack))
 
-    def _put(self, key: str, body: bytes) -> None:
+    def _put(self, key: str, pack: _Open) -> None:
         try:
-            put_pack(self._store, key, body)
+            with self._rates.putting(pack.size):
+                put_pack(self._store, key, pack.memory[: pack.size].data)
+            if pack.memory.size == self._pack_bytes:
+                self._free.append(pack.memory)
         finally:
             self._slots.release()
 
 
-def put_pack(store: ObjectStore, key: str, body: bytes) -> None:
+def put_pack(store: ObjectStore, key: str, body: Buffer) -> None:
     """Create a pack, and have the store confirm that all of it is there.
 
     Its key holds this life's incarnation, so only this process can have written it: one that is

@@ -1,16 +1,36 @@
 """The closed list of codecs: how a chunk's raw bytes become stored bytes and back.
 
-A codec is a number in the chunk record. Storing raw is always right; a codec is kept for a chunk
+A codec is a number in the chunk record. Storing raw is always right; any other is kept for a chunk
 only when it makes that chunk smaller. Numbers are never reused; readers refuse unknown ones.
 
-===  ======  =====================================================================
+===  ======  ====================================================================================
  0   raw     the bytes themselves
  1   zstd    one zstd frame that declares its content size
-===  ======  =====================================================================
+ 2   planes  byte planes, each raw or a zstd frame or one value (``planes``)
+ 3   delta   byte planes of the bytes XOR those of the same chunk of an earlier commit, its base
+===  ======  ====================================================================================
 """
 
 from __future__ import annotations
 
-from ftckpt.codec.frames import CODECS, RAW, ZSTD, Codec, decode, encode
+from ftckpt.codec.bases import Bases, Candidate
+from ftckpt.codec.choice import MAX_CHAIN, Codec, Encoded, always, encode
+from ftckpt.codec.frames import CODECS, DELTA, PLANES, RAW, ZSTD, decode
+from ftckpt.codec.rates import Rates
 
-__all__ = ["CODECS", "RAW", "ZSTD", "Codec", "decode", "encode"]
+__all__ = [
+    "CODECS",
+    "DELTA",
+    "MAX_CHAIN",
+    "PLANES",
+    "RAW",
+    "ZSTD",
+    "Bases",
+    "Candidate",
+    "Codec",
+    "Encoded",
+    "Rates",
+    "always",
+    "decode",
+    "encode",
+]

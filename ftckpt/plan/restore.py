@@ -1,13 +1,13 @@
 """What to fetch: wanted boxes intersected with saved ones. Pure arithmetic on records.
 
 Every wanted element comes from exactly one chunk, and only chunks that hold a wanted element are
-fetched.
+fetched, with the bases that they build on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ftckpt.boxes import Box, intersect, rows_touched, span_boxes
 from ftckpt.errors import RecordCorrupt
@@ -17,14 +17,24 @@ from ftckpt.plan.assign import held_twice
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A base that a chunk builds on, with its pack's key and size made explicit."""
+
+    chunk: ChunkRecord
+    pack: str
+    pack_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
-    """One chunk of one leaf, with its pack's key and size made explicit."""
+    """One chunk of one leaf, with its pack's key and size made explicit, and its bases nearest first."""
 
     leaf: str
     box: Box
     chunk: ChunkRecord
     pack: str
     pack_bytes: int
+    bases: tuple[Link, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One chunk to fetch, verify, decode to ``raw_bytes`` and place."""
+    """One chunk to fetch, verify, decode to ``raw_bytes`` and place; ``bases`` nearest first."""
 
     leaf: str
     pack: str
@@ -49,16 +59,56 @@ class Fetch:
     chunk: ChunkRecord
     raw_bytes: int
     placements: tuple[Placement, ...]
+    bases: tuple[Link, ...] = ()
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The chunk itself, then its bases."""
+        return (Link(self.chunk, self.pack, self.pack_bytes), *self.bases)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What is fetched for it, bases included."""
+        return self.chunk.size + sum(link.chunk.size for link in self.bases)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What decoding it takes beside the stored bytes: planes need twice the raw bytes, and a
+        delta its base too.
+        """
+        return self.raw_bytes * (3 if self.bases else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes ``start`` to ``end`` of a pack, read by one request."""
+
+    pack: str
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring chunks of one pack that are read by one request: ``start`` to ``end`` in bytes."""
+    """Neighbouring chunks of one pack that are read by one request, ``start`` to ``end`` in bytes, and
+    what is read beside it for the bases they build on.
+    """
 
     pack: str
     start: int
     end: int
     fetches: tuple[Fetch, ...]
+    bases: tuple[Span, ...] = ()
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All its requests."""
+        return (Span(self.pack, self.start, self.end), *self.bases)
+
+    @property
+    def read_bytes(self) -> int:
+        """What its requests bring in all."""
+        return sum(span.end - span.start for span in self.spans)
 
 
 def index_chunks(fragments: Iterable[Fragment]) -> dict[str, list[Saved]]:
@@ -72,9 +122,22 @@ def index_chunks(fragments: Iterable[Fragment]) -> dict[str, list[Saved]]:
                 for chunk in record.chunks:
                     pack = fragment.packs[chunk.pack]
                     spans.setdefault(
-                        (box, chunk.start, chunk.stop), Saved(leaf.name, box, chunk, pack.key, pack.size)
+                        (box, chunk.start, chunk.stop),
+                        Saved(leaf.name, box, chunk, pack.key, pack.size, bases_of(fragment, chunk)),
                     )
     return {name: list(spans.values()) for name, spans in found.items()}
+
+
+def bases_of(fragment: Fragment, chunk: ChunkRecord) -> tuple[Link, ...]:
+    """What a chunk of a fragment builds on, nearest first."""
+    return tuple(
+        Link(base, fragment.packs[base.pack].key, fragment.packs[base.pack].size) for base in chunk.chain
+    )
+
+
+def packs_of(fetches: Iterable[Fetch]) -> set[tuple[str, int]]:
+    """Key and stated size of every pack that must be there, those of bases included."""
+    return {(part.pack, part.pack_bytes) for item in fetches for part in item.links}
 
 
 def plan_restore(
@@ -124,6 +187,7 @@ def plan_restore(
             chunk=saved.chunk,
             raw_bytes=(saved.chunk.stop - saved.chunk.start) * specs[saved.leaf].itemsize_bytes,
             placements=tuple(parts),
+            bases=saved.bases,
         )
         for saved, parts in placements.values()
     ]
@@ -131,18 +195,41 @@ def plan_restore(
 
 
 def coalesce(fetches: Sequence[Fetch], gap_bytes: int, run_bytes: int) -> list[Run]:
-    """Join chunks of one pack that lie at most ``gap_bytes`` apart, up to ``run_bytes`` a request."""
+    """Join chunks of one pack that lie at most ``gap_bytes`` apart, up to ``run_bytes`` a run, bases
+    included. Bases of neighbours mostly are neighbours too, and are joined alike.
+    """
     runs: list[Run] = []
+    base_bytes = 0
     for fetch in fetches:
         start, end = fetch.chunk.offset, fetch.chunk.offset + fetch.chunk.size
+        more_bytes = fetch.stored_bytes - fetch.chunk.size
         last = runs[-1] if runs else None
+        own_bytes = end - last.start if last is not None else 0
         if (
             last is not None
             and last.pack == fetch.pack
             and start - last.end <= gap_bytes
-            and end - last.start <= run_bytes
+            and own_bytes + base_bytes + more_bytes <= run_bytes
         ):
             runs[-1] = Run(last.pack, last.start, max(last.end, end), (*last.fetches, fetch))
+            base_bytes += more_bytes
         else:
             runs.append(Run(fetch.pack, start, end, (fetch,)))
-    return runs
+            base_bytes = more_bytes
+    return [replace(run, bases=_base_spans(run, gap_bytes)) for run in runs]
+
+
+def _base_spans(run: Run, gap_bytes: int) -> tuple[Span, ...]:
+    links = {
+        (link.pack, link.chunk.offset, link.chunk.offset + link.chunk.size)
+        for fetch in run.fetches
+        for link in fetch.bases
+    }
+    spans: list[Span] = []
+    for pack, start, end in sorted(links):
+        last = spans[-1] if spans else None
+        if last is not None and last.pack == pack and start - last.end <= gap_bytes:
+            spans[-1] = Span(pack, last.start, max(last.end, end))
+        else:
+            spans.append(Span(pack, start, end))
+    return tuple(spans)

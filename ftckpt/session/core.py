@@ -110,7 +110,7 @@ class Session:
         stage: Literal["lazy", "eager"] = "lazy",
         verify_snapshot: bool = False,
         fence_deadline_s: float = 60.0,
-        codec: Literal["raw", "zstd"] | Codec = "zstd",
+        codec: Literal["auto", "raw", "zstd", "planes", "delta"] | Codec = "auto",
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         staging_bytes: int | None = None,
         run_seed: int = 0,

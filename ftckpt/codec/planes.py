@@ -1,0 +1,94 @@
+"""Byte planes: the k-th bytes of all elements side by side, each plane stored as it is smallest.
+
+Exponents and signs of weights compress, low mantissa bytes do not. So a chunk of k-byte elements is
+cut into k planes; a plane that zstd makes smaller is one zstd frame, any other is stored raw.
+
+Stored bytes, format 1::
+
+    u8 k                      bytes an element, 1 to 16
+    k times:  u8 how (0 raw, 1 zstd, 2 one value throughout), u32 size of the plane's stored bytes
+    the planes' stored bytes, in order
+
+Integers are little-endian. A plane has raw_bytes / k bytes; a plane of one value stores that byte.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ftckpt.codec import zstd
+from ftckpt.errors import ChunkCorrupt
+from ftckpt.store.api import Buffer
+
+_RAW, _FRAME, _CONSTANT = 0, 1, 2
+_HEAD = struct.Struct("<B")
+_PLANE = struct.Struct("<BI")
+_PROBE_BYTES = 16 << 10
+_WORTH = 0.97
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def encode(raw: Buffer, itemsize_bytes: int, level: int) -> bytes:
+    """The planes of ``raw``, whose size is a multiple of ``itemsize_bytes`` and not 0."""
+    elements = np.frombuffer(raw, np.uint8).reshape(-1, itemsize_bytes)
+    compressor = zstd.plane_compressor(level)
+    parts: list[Buffer] = []
+    heads = [_HEAD.pack(itemsize_bytes)]
+    for k in range(itemsize_bytes):
+        how, body = _encode_plane(np.ascontiguousarray(elements[:, k]), compressor)
+        heads.append(_PLANE.pack(how, len(body)))
+        parts.append(body)
+    return b"".join([*heads, *parts])
+
+
+def _encode_plane(plane: Bytes, compressor: zstandard.ZstdCompressor) -> tuple[int, Buffer]:
+    if plane[0] == plane[-1] and np.ptp(plane) == 0:
+        return _CONSTANT, plane[:1].tobytes()
+    if plane.size > 4 * _PROBE_BYTES:
+        middle = plane.size // 2
+        probe = plane[middle : middle + _PROBE_BYTES].data
+        if len(compressor.compress(probe)) > _WORTH * _PROBE_BYTES:
+            return _RAW, plane.data
+    stored = compressor.compress(plane.data)
+    return (_FRAME, stored) if len(stored) < _WORTH * plane.size else (_RAW, plane.data)
+
+
+def decode(stored: Buffer, raw_bytes: int) -> bytearray:
+    """The inverse of ``encode``; asks for about twice ``raw_bytes`` of memory at most.
+
+    Raises:
+        ChunkCorrupt: the bytes are no planes of ``raw_bytes`` bytes.
+    """
+    view = memoryview(stored)
+    if not view or not 1 <= view[0] <= 16 or raw_bytes % view[0]:
+        raise ChunkCorrupt("ChunkCorrupt: a chunk of byte planes has no valid head")
+    count = view[0]
+    at = _HEAD.size + count * _PLANE.size
+    if len(view) < at:
+        raise ChunkCorrupt("ChunkCorrupt: a chunk of byte planes ends inside its head")
+    heads = [_PLANE.unpack_from(view, _HEAD.size + k * _PLANE.size) for k in range(count)]
+    if at + sum(size for _, size in heads) != len(view):
+        raise ChunkCorrupt(
+            f"ChunkCorrupt: byte planes of {sum(size for _, size in heads)} bytes are in {len(view) - at}"
+        )
+    result = bytearray(raw_bytes)
+    elements = np.frombuffer(result, np.uint8).reshape(-1, count)
+    for k, (how, size) in enumerate(heads):
+        elements[:, k] = _decode_plane(how, view[at : at + size], raw_bytes // count)
+        at += size
+    return result
+
+
+def _decode_plane(how: int, body: memoryview, size: int) -> Bytes | int:
+    if how == _CONSTANT and len(body) == 1:
+        return body[0]
+    if how == _RAW and len(body) == size:
+        return np.frombuffer(body, np.uint8)
+    if how != _FRAME:
+        raise ChunkCorrupt(f"ChunkCorrupt: a byte plane is of kind {how} with {len(body)} bytes for {size}")
+    return np.frombuffer(zstd.decompress(body, size), np.uint8)

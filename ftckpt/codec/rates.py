@@ -1,0 +1,86 @@
+"""How fast this session encodes and how fast its store takes bytes, measured while it saves.
+
+Compressing pays when the store would need longer for the bytes it saves than the encode threads
+need to save them. Measures fade, so that a store that slows down is noticed within some packs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_FADE = 0.9
+_UNMEASURED = 0.1
+
+
+class Rates:
+    """Used by all encode and put threads of one writer. ``now_s`` and ``cpu_s`` are clocks: of the
+    wall, and of the calling thread's own computing.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        now_s: Callable[[], float] = time.monotonic,
+        cpu_s: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._threads = threads
+        self._now_s, self.cpu_s = now_s, cpu_s
+        self._lock = threading.Lock()
+        self._encoded: dict[int, tuple[float, float]] = {}
+        self._put_bytes = self._put_s = 0.0
+        self._in_flight, self._since_s = 0, 0.0
+
+    @property
+    def put_bytes_s(self) -> float | None:
+        """Bytes the store takes a second, all puts together; ``None`` before the first."""
+        with self._lock:
+            return self._put_bytes / self._put_s if self._put_bytes and self._put_s > 0 else None
+
+    def encode_bytes_s(self, codec: int) -> float | None:
+        """Raw bytes that one thread encodes a second; ``None`` before the first chunk."""
+        with self._lock:
+            done, seconds = self._encoded.get(codec, (0.0, 0.0))
+            return done / seconds if seconds > 0 else None
+
+    def encoded(self, codec: int, raw_bytes: int, seconds: float) -> None:
+        """One thread spent ``seconds`` of computing on a chunk."""
+        with self._lock:
+            done, spent = self._encoded.get(codec, (0.0, 0.0))
+            self._encoded[codec] = (_FADE * done + raw_bytes, _FADE * spent + seconds)
+
+    @contextmanager
+    def putting(self, size_bytes: int) -> Iterator[None]:
+        """Around one put. Seconds in which several are under way count once; one that raises does
+        not count.
+        """
+        self._tick(1)
+        taken = 0
+        try:
+            yield
+            taken = size_bytes
+        finally:
+            self._tick(-1)
+            if taken:
+                with self._lock:
+                    self._put_bytes = _FADE * self._put_bytes + taken
+                    self._put_s *= _FADE
+
+    def _tick(self, change: int) -> None:
+        with self._lock:
+            now_s = self._now_s()
+            if self._in_flight:
+                self._put_s += now_s - self._since_s
+            self._since_s = now_s
+            self._in_flight += change
+
+    def pays(self, codec: int, raw_bytes: int, saved_bytes: int) -> bool:
+        """Whether saving these bytes is worth the computing. What was not measured yet is tried
+        where it promises a tenth of the chunk.
+        """
+        put_bytes_s, encode_bytes_s = self.put_bytes_s, self.encode_bytes_s(codec)
+        if put_bytes_s is None or encode_bytes_s is None:
+            return saved_bytes >= _UNMEASURED * raw_bytes
+        return saved_bytes / put_bytes_s > raw_bytes / encode_bytes_s / self._threads
