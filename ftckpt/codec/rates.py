@@ -53,8 +53,8 @@ class Rates:
 
     @contextmanager
     def putting(self, size_bytes: int) -> Iterator[None]:
-        """Around one put. Seconds in which several are under way count once; one that raises does
-        not count.
+        """Around one put. Seconds in which several are under way count once; one that raises brings no
+        bytes.
         """
         self._tick(1)
         taken = 0
