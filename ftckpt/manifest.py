@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from ftckpt.boxes import Box
-from ftckpt.codec import DELTA, MAX_CHAIN
+from ftckpt.codec import CODECS, DELTA, MAX_CHAIN
 from ftckpt.errors import RecordCorrupt, UnknownFormat
 from ftckpt.leaf import ITEMSIZE_BYTES, Kind, LeafSpec
 
@@ -390,9 +390,16 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
                         and link.size > 0
                         and link.offset + link.size <= fragment.packs[link.pack].size
                         and len(link.raw) == len(link.stored) == 16
-                        and (link.codec == DELTA) == (link.base is not None)
+                        and _base_fits(link)
                     ):
                         raise bad(f"gives {leaf.name!r} a chunk that cannot be: {link}")
+
+
+def _base_fits(chunk: ChunkRecord) -> bool:
+    """A delta has a base and other known codecs have none; what later codecs have is not known here."""
+    if chunk.codec == DELTA:
+        return chunk.base is not None
+    return chunk.base is None or chunk.codec not in CODECS
 
 
 def fraction(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:

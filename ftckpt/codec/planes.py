@@ -10,6 +10,9 @@ Stored bytes, format 1::
     the planes' stored bytes, in order
 
 Integers are little-endian. A plane has raw_bytes / k bytes; a plane of one value stores that byte.
+
+Memory is made and filled by NumPy: joining buffers or making a ``bytearray`` would hold the GIL for as
+long as the pages take.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _WORTH = 0.97
 Bytes = npt.NDArray[np.uint8]
 
 
-def encode(raw: Buffer, itemsize_bytes: int, level: int) -> bytes:
+def encode(raw: Buffer, itemsize_bytes: int, level: int) -> memoryview:
     """The planes of ``raw``, whose size is a multiple of ``itemsize_bytes`` and not 0."""
     elements = np.frombuffer(raw, np.uint8).reshape(-1, itemsize_bytes)
     compressor = zstd.plane_compressor(level)
@@ -43,7 +46,16 @@ def encode(raw: Buffer, itemsize_bytes: int, level: int) -> bytes:
         how, body = _encode_plane(np.ascontiguousarray(elements[:, k]), compressor)
         heads.append(_PLANE.pack(how, len(body)))
         parts.append(body)
-    return b"".join([*heads, *parts])
+    return _join([b"".join(heads), *parts])
+
+
+def _join(parts: list[Buffer]) -> memoryview:
+    joined = np.empty(sum(len(part) for part in parts), np.uint8)
+    at = 0
+    for part in parts:
+        np.copyto(joined[at : at + len(part)], np.frombuffer(part, np.uint8))
+        at += len(part)
+    return joined.data
 
 
 def _encode_plane(plane: Bytes, compressor: zstandard.ZstdCompressor) -> tuple[int, Buffer]:
@@ -58,7 +70,7 @@ def _encode_plane(plane: Bytes, compressor: zstandard.ZstdCompressor) -> tuple[i
     return (_FRAME, stored) if len(stored) < _WORTH * plane.size else (_RAW, plane.data)
 
 
-def decode(stored: Buffer, raw_bytes: int) -> bytearray:
+def decode(stored: Buffer, raw_bytes: int) -> memoryview:
     """The inverse of ``encode``; asks for about twice ``raw_bytes`` of memory at most.
 
     Raises:
@@ -76,12 +88,12 @@ def decode(stored: Buffer, raw_bytes: int) -> bytearray:
         raise ChunkCorrupt(
             f"ChunkCorrupt: byte planes of {sum(size for _, size in heads)} bytes are in {len(view) - at}"
         )
-    result = bytearray(raw_bytes)
-    elements = np.frombuffer(result, np.uint8).reshape(-1, count)
+    result = np.empty(raw_bytes, np.uint8)
+    elements = result.reshape(-1, count)
     for k, (how, size) in enumerate(heads):
         elements[:, k] = _decode_plane(how, view[at : at + size], raw_bytes // count)
         at += size
-    return result
+    return result.data
 
 
 def _decode_plane(how: int, body: memoryview, size: int) -> Bytes | int:
