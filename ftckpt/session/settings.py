@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ftckpt.begin import OnEmpty
-from ftckpt.codec import CODECS, Codec
+from ftckpt.codec import Codec
 from ftckpt.elastic.launch import Launch
 from ftckpt.errors import SettingsError
 from ftckpt.membership import Membership
@@ -57,12 +57,6 @@ class Settings:
                 f'SettingsError: stage={self.stage!r} has no meaning; give "lazy" or "eager"',
                 setting="stage",
                 found=self.stage,
-            )
-        if self.codec.name not in CODECS.values():
-            raise SettingsError(
-                f"SettingsError: codec={self.codec.name!r} is not known; there are {', '.join(CODECS.values())}",
-                setting="codec",
-                found=self.codec.name,
             )
         if not self.deadline_s > 0:
             raise SettingsError(f"SettingsError: deadline_s={self.deadline_s!r} must be above zero")
