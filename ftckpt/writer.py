@@ -428,11 +428,12 @@ def write_share(
     me: Writer,
     settings: WriteSettings,
     reusable: Mapping[str, Sequence[Saved]],
-    learned: Learned,
+    learned: Learned | None = None,
 ) -> Fragment:
     """Stream a snapshot into packs; returns the fragment that names them. On return every pack is
-    durable, and nothing is readable yet.
+    durable, and nothing is readable yet. Without ``learned`` nothing is left to a next save.
     """
+    learned = learned or Learned(Bases(0), Rates(settings.encode_threads))
     snapshot = job.snapshot
     assert snapshot is not None
     holdings = snapshot.holdings
