@@ -1,7 +1,7 @@
 """A run opened for reading: no process group, no trainer, nothing is ever written.
 
-``commits`` and ``latest`` follow the lineage; ``verify`` reads every byte; ``array`` and ``value``
-fetch only what they need.
+``commits`` and ``latest`` follow the lineage; ``verify`` reads every byte; ``tensor`` and ``value``
+fetch only what they need. torch is loaded when a tensor is asked for.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ftckpt import layout
 from ftckpt.attempts import Look, choose, find_run, look, read_claim, read_start
 from ftckpt.boxes import Box, whole
-from ftckpt.capture import place
 from ftckpt.errors import CorruptError, ObjectNotFound, StateMismatch, StoreError
 from ftckpt.leaf import LeafSpec
 from ftckpt.lineage import orphans
@@ -45,10 +42,12 @@ from ftckpt.reader import (
     read_values,
     verify_commit,
 )
-from ftckpt.restoring import restore_into
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
 from ftckpt.values import unpack
+
+if TYPE_CHECKING:
+    import torch
 
 Status = Literal["readable", "damaged", "aborted", "orphan", "collected"]
 
@@ -173,6 +172,10 @@ class Run:
 
     def tensor(self, leaf: str, step: int | None = None, box: Box | None = None) -> torch.Tensor:
         """One tensor, or the part of it in ``box``, verified; fetches only chunks that overlap."""
+        import torch
+
+        from ftckpt.capture import place
+
         commit = self.commit(step)
         specs = leaf_specs(read_fragments(self._store, commit))
         spec = specs.get(leaf)
@@ -236,6 +239,8 @@ class Run:
 
     def restore(self, state: Mapping[str, object], step: int | None = None, *, strict: bool = True) -> Commit:
         """Overwrite the components given in ``state``; see ``ftckpt.restore``."""
+        from ftckpt.restoring import restore_into
+
         commit = self.commit(step)
         restore_into(self._store, commit, state, subset=True, strict=strict, settings=self._settings)
         return commit

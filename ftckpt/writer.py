@@ -281,8 +281,8 @@ class SaveEngine:
             self._parent, self._index = ref, None
         if cause is not None and not _names(record, self._me):
             raise _failed(expected.at, cause) from cause
-        check_settled(record)
         check_fence(self._store, expected.at.attempt)
+        check_settled(record)
         own = list(record.components.values())
         self._events(
             Event(
