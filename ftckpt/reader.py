@@ -164,7 +164,8 @@ def fetch(
         try:
             bodies = _read_run(store, run)
             for item in run.fetches:
-                raw = verify(item, bodies.of(item), at)
+                own, *bases = bodies.of(item)
+                raw = verify(item, own, at, bases)
                 for placement in item.placements:
                     place(placement, raw)
         except BaseException:
@@ -216,17 +217,17 @@ def _read_run(store: ObjectStore, run: Run) -> _Bodies:
     )
 
 
-def verify(item: Fetch, stored: Sequence[Buffer], at: Position) -> memoryview:
+def verify(item: Fetch, stored: Buffer, at: Position, bases: Sequence[Buffer] = ()) -> memoryview:
     """The raw bytes of a chunk, proven against both digests, and those of every base it builds on.
 
-    ``stored`` are its own stored bytes, then those of its bases, nearest first.
+    ``stored`` are its own stored bytes, ``bases`` those of its bases, nearest first.
 
     Raises:
         ChunkCorrupt: naming the leaf, the chunk, the pack (of the base, if that is what is broken) and
             what was found.
     """
-    links = item.links
-    for number, body in enumerate(stored):
+    links, bodies = item.links, (stored, *bases)
+    for number, body in enumerate(bodies):
         expected, found = links[number].chunk.stored, xxhash.xxh3_128_digest(body)
         if found != expected:
             zero = ", all zero: often a torn write below the store" if not any(body) else ""
@@ -235,7 +236,7 @@ def verify(item: Fetch, stored: Sequence[Buffer], at: Position) -> memoryview:
     for number in reversed(range(len(links))):
         chunk = links[number].chunk
         try:
-            raw = codec.decode(stored[number], chunk.codec, item.raw_bytes, raw)
+            raw = codec.decode(bodies[number], chunk.codec, item.raw_bytes, raw)
         except ChunkCorrupt as error:
             raise _corrupt(item, number, at, error.message, chunk.raw, b"") from error
         found = xxhash.xxh3_128_digest(raw) if chunk.codec != codec.RAW else chunk.stored
@@ -317,7 +318,8 @@ def verify_commit(
             continue
         for item in run.fetches:
             try:
-                verify(item, bodies.of(item), commit.at)
+                own, *bases = bodies.of(item)
+                verify(item, own, commit.at, bases)
             except CorruptError as error:
                 problems.append(error)
         done += run.read_bytes
