@@ -22,7 +22,7 @@ from ftckpt.run import Run
 from tests.protocol.world import Saver, State, read_all, run_of, start_job
 from tests.support.stores import Sim
 
-TRIALS = 600
+TRIALS = 520
 PARTS = 4
 
 

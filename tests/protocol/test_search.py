@@ -28,7 +28,7 @@ from tests.protocol.world import Saver, job, read_all, run_of, start_job, state_
 from tests.support.stores import Sim
 
 FATES = {"lose": 0.06, "delay": 0.06, "fail": 0.04}
-SEEDS = 32
+SEEDS = 24
 PARTS = 4
 """Seeds are run in parts, so that two processes share them."""
 
