@@ -38,6 +38,7 @@
     ├── GcStopped (RuntimeError)        the collector could not read what it keeps
     ├── SettingsError (ValueError)
     │   └── SettingsDiffer              ranks were given different settings
+    ├── NotEntered (RuntimeError)       a session was used outside of its ``with``
     └── MembershipError (RuntimeError)
 
 A message says what was being done, to what, what was found, what is still safe and what to do
@@ -212,6 +213,10 @@ class SettingsError(FtckptError, ValueError):
 
 class SettingsDiffer(SettingsError):
     """Ranks of one job were given different settings. Nothing was written."""
+
+
+class NotEntered(FtckptError, RuntimeError):
+    """A session was used before it was entered, or after it was left."""
 
 
 class MembershipError(FtckptError, RuntimeError):

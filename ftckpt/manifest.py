@@ -151,10 +151,13 @@ class LeafRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackRef(msgspec.Struct, frozen=True, array_like=True):
-    """A pack's key and its size in bytes."""
+    """A pack's key, its size in bytes, and the digest of all its bytes, those included that nothing
+    needs any more.
+    """
 
     key: str
     size: int
+    digest: bytes = b""
 
 
 class ReplicaDigest(msgspec.Struct, frozen=True, array_like=True):

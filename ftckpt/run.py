@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import xxhash
+
 from ftckpt import layout
 from ftckpt.attempts import Look, choose, find_run, look, read_claim, read_start
 from ftckpt.boxes import Box, whole
-from ftckpt.errors import CorruptError, ObjectNotFound, StateMismatch, StoreError
+from ftckpt.errors import CorruptError, ObjectDamaged, ObjectNotFound, StateMismatch, StoreError
 from ftckpt.leaf import LeafSpec
 from ftckpt.lineage import orphans
 from ftckpt.manifest import (
@@ -23,6 +25,7 @@ from ftckpt.manifest import (
     ComponentSummary,
     Fragment,
     Intent,
+    PackRef,
     Pin,
     Position,
     RunRecord,
@@ -43,7 +46,7 @@ from ftckpt.reader import (
     verify_commit,
 )
 from ftckpt.store import open_store
-from ftckpt.store.api import ObjectStore
+from ftckpt.store.api import ByteRange, ObjectStore
 from ftckpt.values import unpack
 
 if TYPE_CHECKING:
@@ -219,7 +222,51 @@ class Run:
                     Problem(str(error.facts.get("pack") or error.facts.get("key", "")), at.step, error)
                     for error in verify_commit(self._store, commit, self._settings, progress)
                 )
+        if step is None:
+            problems += self._verify_rest(seen, {problem.key for problem in problems})
         return problems
+
+    def _verify_rest(self, seen: Look, known: set[str]) -> Iterator[Problem]:
+        """What no chunk of a readable commit needs: starts and claims that are gone, and bytes of
+        packs that only collected steps used.
+        """
+        for attempt in sorted({at.attempt for at in seen.view.readable} - set(seen.view.starts)):
+            yield _damaged(
+                layout.start_key(attempt), f"attempt {attempt} has commits, and its start is absent"
+            )
+        for attempt in sorted(set(seen.view.starts) - seen.view.claims):
+            yield _damaged(layout.claim_key(attempt), f"attempt {attempt} began, and its claim is absent")
+        packs: dict[str, PackRef] = {}
+        needed: dict[str, set[tuple[int, int]]] = {}
+        for commit in (seen.commits[at] for at in seen.view.readable if at in seen.commits):
+            try:
+                fragments = read_fragments(self._store, commit)
+            except (CorruptError, StoreError):
+                continue  # told of already
+            packs.update((pack.key, pack) for fragment in fragments for pack in fragment.packs)
+            for spans in index_chunks(fragments).values():
+                for saved in spans:
+                    for key, chunk in ((saved.pack, saved.chunk), *((b.pack, b.chunk) for b in saved.bases)):
+                        needed.setdefault(key, set()).add((chunk.offset, chunk.size))
+        for key, pack in sorted(packs.items()):
+            whole_pack = sum(size for _, size in needed.get(key, ())) >= pack.size
+            if whole_pack or key in known or not pack.digest:
+                continue
+            problem = self._verify_pack(pack)
+            if problem is not None:
+                yield problem
+
+    def _verify_pack(self, pack: PackRef) -> Problem | None:
+        digest = xxhash.xxh3_128()
+        try:
+            for start in range(0, pack.size, self._settings.run_bytes):
+                stop = min(start + self._settings.run_bytes, pack.size)
+                digest.update(self._store.read(pack.key, ByteRange(start, stop)))
+        except StoreError as error:
+            return Problem(pack.key, None, error)
+        if digest.digest() == pack.digest:
+            return None
+        return _damaged(pack.key, f"{pack.key} has changed where no readable step needs it")
 
     def _verify_records(self) -> Iterator[Problem]:
         kinds: tuple[tuple[str, Any], ...] = (
@@ -249,6 +296,10 @@ class Run:
         commit = self.commit(step)
         restore_into(self._store, commit, state, subset=True, strict=strict, settings=self._settings)
         return commit
+
+
+def _damaged(key: str, what: str) -> Problem:
+    return Problem(key, None, ObjectDamaged(f"ObjectDamaged: {what}", key=key))
 
 
 def open_run(

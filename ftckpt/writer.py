@@ -80,10 +80,13 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What one save leaves to the next: bases of deltas, and how fast things were."""
+    """What one save leaves to the next: bases of deltas, how fast things were, and the digests of the
+    packs that the parent commit names.
+    """
 
     bases: Bases
     rates: Rates
+    packs: dict[str, bytes] = field(default_factory=dict)
 
 
 class SaveHandle:
@@ -392,7 +395,10 @@ class SaveEngine:
             self._index = {}
             if self._parent is not None:
                 found = look_commit(self._store, self._parent)
-                self._index = index_chunks(read_fragments(self._store, found))
+                fragments = read_fragments(self._store, found)
+                self._index = index_chunks(fragments)
+                self._learned.packs.clear()
+                self._learned.packs.update((pack.key, pack.digest) for f in fragments for pack in f.packs)
         return self._index
 
 
@@ -444,7 +450,7 @@ def write_share(
         (task.stop - task.start) * holdings[task.holding].leaf.itemsize_bytes for task in snapshot.tasks
     )
     pack_bytes = max(settings.pack_bytes, min(settings.max_pack_bytes, share_bytes // 64))
-    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned.rates)
+    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned)
     chunks: dict[int, ChunkRecord] = {}
     with ThreadPoolExecutor(settings.encode_threads, "ftckpt-encode") as pool, packs:
         for item in _encode_all(pool, snapshot, keys, known, settings, learned):
@@ -644,9 +650,10 @@ class _Packs:
     """
 
     def __init__(
-        self, store: ObjectStore, at: Position, me: Writer, pack_bytes: int, in_flight: int, rates: Rates
+        self, store: ObjectStore, at: Position, me: Writer, pack_bytes: int, in_flight: int, learned: Learned
     ) -> None:
-        self._store, self._at, self._me, self._rates = store, at, me, rates
+        self._store, self._at, self._me = store, at, me
+        self._rates, self._digests = learned.rates, learned.packs
         self._pack_bytes = pack_bytes
         self._pool = ThreadPoolExecutor(in_flight, "ftckpt-put")
         self._slots = threading.BoundedSemaphore(in_flight)
@@ -667,7 +674,7 @@ class _Packs:
         """The number of a pack that an earlier step wrote."""
         if key not in self._numbers:
             self._numbers[key] = len(self._refs)
-            self._refs.append(PackRef(key, size))
+            self._refs.append(PackRef(key, size, self._digests.get(key, b"")))
         return self._numbers[key]
 
     def add(self, body: Buffer, base: bool = False) -> tuple[int, int]:
@@ -704,7 +711,8 @@ class _Packs:
     def _flush(self, base: bool) -> None:
         pack = self._open.pop(base)
         key = self._refs[pack.number].key
-        self._refs[pack.number] = PackRef(key, pack.size)
+        self._digests[key] = xxhash.xxh3_128_digest(pack.memory[: pack.size].data)
+        self._refs[pack.number] = PackRef(key, pack.size, self._digests[key])
         for put in self._puts:
             if put.done():
                 put.result()

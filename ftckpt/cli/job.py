@@ -69,7 +69,7 @@ class Job:
             pid=os.getpid(),
             groups=self.groups,
             nproc=self.nproc,
-            settings={"min_groups": str(self.min_groups)},
+            settings={"min_groups": str(self.min_groups), "run": self.uri},
         )
 
 

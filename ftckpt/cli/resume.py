@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,8 +54,8 @@ def resume(
 ) -> None:
     """Start the recorded command of a run again, from its newest commit or from another step.
 
-    The command is that of the newest attempt, whether `ftckpt run` started it or a plain
-    `python train.py`. A job that still runs elsewhere is fenced off and stops. A run without a
+    The command is that of the newest attempt that saved anything, whether `ftckpt run` started it or
+    a plain `python train.py`. A job that still runs elsewhere is fenced off and stops. A run without a
     readable commit is an error: nothing is ever begun anew here.
 
     Example: ftckpt resume s3://bucket/runs/grpo-1 --groups 3
@@ -80,13 +81,15 @@ def resume(
 
 
 def newest_claim(store: ObjectStore) -> Claim:
-    """How the run was last started.
+    """How the run was last started: by the newest attempt that committed, or else that was claimed.
 
     Raises:
         RunNotFound: there is no run. CommandNotFound: nobody ever began an attempt.
     """
     find_run(store)
-    newest = look(store).view.newest_claim
+    seen = look(store)
+    committed = {at.attempt for at in seen.lineage} & seen.view.claims
+    newest = max(committed, default=seen.view.newest_claim)
     if not newest:
         raise CommandNotFound(
             f"CommandNotFound: no attempt of {store.uri} was ever claimed, so no command is recorded\n"
@@ -100,6 +103,16 @@ def _as_recorded(
     job: Job, claim: Claim, groups: int | None, nproc: int | None, min_groups: int | None
 ) -> Job:
     """The job as it was last started, with what was asked for now; its command exists here."""
+    before_uri = claim.settings.get("run", "")
+    named = (before_uri in word or str(Path(claim.cwd) / word) == before_uri for word in claim.command)
+    if before_uri and before_uri != job.uri and any(named):
+        raise CommandNotFound(
+            f"CommandNotFound: the recorded command of attempt {claim.attempt} names another address\n"
+            f"  it was started for {before_uri}, and this run is at {job.uri}: copied or moved\n"
+            "  nothing was changed; start it with `ftckpt run NEW -- COMMAND`, with the new address in the command",
+            uri=job.uri,
+            recorded=before_uri,
+        )
     check_command(
         claim.command,
         claim.cwd,

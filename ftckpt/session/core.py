@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -27,6 +28,7 @@ from ftckpt.elastic.launch import Launch, open_status
 from ftckpt.errors import (
     AttemptWentBack,
     FtckptError,
+    NotEntered,
     ObjectNotFound,
     SaveError,
     SaveFailed,
@@ -37,7 +39,7 @@ from ftckpt.errors import (
 from ftckpt.events import Event, Events, both, to_logging
 from ftckpt.gc import collect
 from ftckpt.guarantee import Facts, judge
-from ftckpt.layout import Writer
+from ftckpt.layout import MAX_STEP, Writer
 from ftckpt.manifest import Commit, Guarantee, Position, Ref
 from ftckpt.membership import Membership, alone
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, ChunkTask, Place, plan_save
@@ -212,13 +214,25 @@ class Session:
         """Begin a save of the state as it is now; returns without waiting for the store.
 
         ``step`` defaults to the last finished step. Call it between optimizer steps, on every rank.
+        Parameters and optimizer state are read while the trainer goes on (``stage="lazy"``): optimizer
+        steps and ``load_state_dict`` are waited for, and so is what stands in ``mutating()``. Writes
+        through ``.data`` or NumPy are invisible: put them into ``mutating()``.
 
         Raises:
             UnsupportedValue: something in the state cannot be saved faithfully; it is named.
             SaveFailed: this step was saved already.
         """
         inside = self._inside()
+        with inside.saving:
+            return self._save(inside, step)
+
+    def _save(self, inside: _Entered, step: int | None) -> SaveHandle:
         step = self.finished_step if step is None else step
+        if not _is_step(step):
+            raise SettingsError(
+                f"SettingsError: step {step!r} cannot be saved; a step is a whole number from 0 to {MAX_STEP}",
+                step=step,
+            )
         last = self._at.saved
         if last is not None and step <= last:
             raise SaveFailed(
@@ -342,22 +356,27 @@ class Session:
 
     def _inside(self) -> _Entered:
         if self._entered is None:
-            raise RuntimeError("use a Session as a context: `with ftckpt.Session(...) as ckpt:`")
+            raise NotEntered("use a Session as a context: `with ftckpt.Session(...) as ckpt:`")
         return self._entered
 
     def _shared_settings(self) -> dict[str, object]:
         shared: dict[str, object] = {name: repr(getattr(self.settings, name)) for name in Settings.__slots__}
         return {"uri": self._uri, "components": sorted(map(str, self.state)), **shared}
 
+    def _address(self) -> str:
+        """The run's address as it is from any folder, for the record."""
+        return self._uri if "://" in self._uri else str(Path(self._uri).absolute())
+
     def _begin(self, store: ObjectStore) -> dict[str, object]:
         """On rank 0: the attempt the supervisor began, or a new one."""
         incarnation = uuid.uuid4().hex
         if self._launch.attempt is not None:
+            _check_address(store, self._launch)
             find_run(store)
             return {"attempt": self._launch.attempt, "incarnation": incarnation}
         begun: Begun = begin(
             store,
-            this_process(nproc=self._launch.world),
+            replace(this_process(nproc=self._launch.world), settings={"run": self._address()}),
             name=uuid.uuid4().hex,
             step=self.settings.step,
             on_empty=self.settings.on_empty,
@@ -626,6 +645,7 @@ class _Entered:
     engine: SaveEngine
     pool: StagingPool
     live: list[Live] = field(default_factory=list)
+    saving: threading.Lock = field(default_factory=threading.Lock)
     fences: Fences | None = None
     _janitor: threading.Thread | None = field(default=None)
 
@@ -652,10 +672,30 @@ class _Entered:
             self._janitor.join(timeout_s)
 
 
+def _is_step(step: object) -> bool:
+    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MAX_STEP
+
+
+def _check_address(store: ObjectStore, launch: Launch) -> None:
+    """A supervised session saves to the run that its supervisor began the attempt of, and no other."""
+    if launch.run is None:
+        return
+    told = open_store(launch.run, allow_unconditional=True)
+    if told.uri != store.uri:
+        raise SettingsError(
+            f"SettingsError: this process was started for the run at {told.uri}, but its session is for {store.uri}\n"
+            "  attempts of one run mean nothing in another; nothing was changed in either\n"
+            "  a run that was copied or moved keeps its old command: give the new address in the command, "
+            "`ftckpt run NEW -- COMMAND`, or take it from FTCKPT_RUN",
+            told=told.uri,
+            uri=store.uri,
+        )
+
+
 def restore(
     uri: str | os.PathLike[str],
     state: MutableMapping[str, object] | Mapping[str, object],
-    step: int | Literal["latest"] = "latest",
+    step: int | Literal["latest"] | None = "latest",
     *,
     strict: bool = True,
     store_options: Mapping[str, object] | None = None,
@@ -671,5 +711,7 @@ def restore(
     """
     from ftckpt.run import Run
 
+    if step not in ("latest", None) and not _is_step(step):
+        raise SettingsError(f'SettingsError: step={step!r} has no meaning; give a step\'s number or "latest"')
     with Run(open_store(uri, options=store_options, allow_unconditional=True)) as run:
         return run.restore(state, None if step == "latest" else step, strict=strict)

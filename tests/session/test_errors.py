@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ftckpt
+from ftckpt.elastic import Launch
 from ftckpt.errors import (
     AccessDenied,
     FtckptError,
@@ -299,3 +300,77 @@ def test_every_refusal_is_an_error_of_ftckpt(two_steps):
     )
     with pytest.raises(FtckptError):
         enter(two_steps, step=10**9)
+
+
+# --- misuse that must not be silent ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["x", True, -1, 10**30, 1.5])
+def test_a_step_that_is_no_step_is_refused_at_the_call(tmp_path, step):
+    with ftckpt.Session(tmp_path / "run", {"t": torch.ones(2)}) as session:
+        with pytest.raises(SettingsError, match="cannot be saved"):
+            session.save(step)
+        session.save(1).wait(30)
+
+    assert ftckpt.open(str(tmp_path / "run")).latest().step == 1
+
+
+def test_a_session_that_is_not_entered_says_so(tmp_path):
+    with pytest.raises(ftckpt.FtckptError, match="as a context"):
+        ftckpt.Session(tmp_path / "run", {"t": torch.ones(2)}).save(1)
+
+
+def test_a_supervised_session_saves_to_the_run_it_was_started_for_and_no_other(tmp_path):
+    """A copied run keeps its command, which names the original: attempts must not cross."""
+    for name in ("original", "copy"):
+        with ftckpt.Session(tmp_path / name, {"t": torch.ones(2)}) as session:
+            session.save(1).wait(30)
+    launch = Launch(run=str(tmp_path / "copy"), attempt=1)
+
+    with pytest.raises(SettingsError, match="started for the run"):
+        ftckpt.Session(tmp_path / "original", {"t": torch.ones(2)}, launch=launch).__enter__()
+
+
+def test_threads_that_save_at_once_never_harm_a_commit(tmp_path):
+    """Lower steps that come late are refused; what is offered verifies."""
+    refused = []
+
+    def save(session, step):
+        try:
+            session.save(step)
+        except SaveFailed as error:
+            refused.append(error)
+
+    with ftckpt.Session(tmp_path / "run", {"t": torch.ones(2)}, keep=2) as session:
+        threads = [threading.Thread(target=save, args=(session, step)) for step in range(1, 9)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    run = ftckpt.open(str(tmp_path / "run"))
+    assert run.verify() == []
+    assert run.latest().step == 8 - len([e for e in refused if e.facts["step"] == 8])
+
+
+def test_verify_names_a_byte_that_only_a_collected_step_needed_and_records_that_are_gone(tmp_path):
+    frozen, moving = torch.arange(4096.0), torch.zeros(4096)
+    with ftckpt.Session(tmp_path / "run", {"f": frozen, "m": moving}, keep=1, codec="raw") as session:
+        for step in (1, 2, 3):
+            moving.normal_()
+            session.save(step).wait(30)
+    run = ftckpt.open(str(tmp_path / "run"))
+    assert run.verify() == []
+    pack = next((tmp_path / "run" / "packs/000001/000000000000").iterdir())
+    body = bytearray(pack.read_bytes())
+    hole = bytes(4096 * 4)
+    at = bytes(body).find(hole)
+    assert at >= 0, "step 0 stored the zeros that nothing needs any more"
+    body[at + 100] ^= 1
+    pack.chmod(0o644)
+    pack.write_bytes(body)
+
+    assert [problem.key for problem in run.verify()] == [f"packs/000001/000000000000/{pack.name}"]
+
+    (tmp_path / "run/starts/000001").unlink()
+    assert "starts/000001" in [problem.key for problem in run.verify()]
