@@ -41,16 +41,16 @@ def test_a_frame_that_decodes_to_other_bytes_than_were_saved_is_refused():
     item = fetch_of(right, zstandard.compress(wrong), codec.ZSTD)
 
     with pytest.raises(ChunkCorrupt, match=r"decoded bytes: expected xxh3-128 .*\n.* of packs/") as caught:
-        verify(item, [zstandard.compress(wrong)], AT)
+        verify(item, zstandard.compress(wrong), AT)
 
     good = zstandard.compress(right)
-    assert verify(fetch_of(right, good, codec.ZSTD), [good], AT) == right
+    assert verify(fetch_of(right, good, codec.ZSTD), good, AT) == right
     assert (caught.value.leaf, caught.value.pack, caught.value.step) == ("actor.w", PACK, 12)
 
 
 def test_bytes_that_are_all_zero_are_called_a_torn_write():
     with pytest.raises(ChunkCorrupt, match="torn write"):
-        verify(fetch_of(b"abc", b"abc", codec.RAW), [bytes(3)], AT)
+        verify(fetch_of(b"abc", b"abc", codec.RAW), bytes(3), AT)
 
 
 def test_nothing_of_a_bad_chunk_is_placed():
