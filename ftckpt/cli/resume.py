@@ -54,9 +54,10 @@ def resume(
 ) -> None:
     """Start the recorded command of a run again, from its newest commit or from another step.
 
-    The command is that of the newest attempt that saved anything, whether `ftckpt run` started it or
-    a plain `python train.py`. A job that still runs elsewhere is fenced off and stops. A run without a
-    readable commit is an error: nothing is ever begun anew here.
+    The command and the counts of groups and ranks are those of the newest attempt, also where it
+    came to nothing, whether `ftckpt run` started it or a plain `python train.py`. A job that still runs
+    elsewhere is fenced off and stops. A run without a readable commit is an error: nothing is ever
+    begun anew here.
 
     Example: ftckpt resume s3://bucket/runs/grpo-1 --groups 3
     """
@@ -81,15 +82,13 @@ def resume(
 
 
 def newest_claim(store: ObjectStore) -> Claim:
-    """How the run was last started: by the newest attempt that committed, or else that was claimed.
+    """How the run was last started.
 
     Raises:
         RunNotFound: there is no run. CommandNotFound: nobody ever began an attempt.
     """
     find_run(store)
-    seen = look(store)
-    committed = {at.attempt for at in seen.lineage} & seen.view.claims
-    newest = max(committed, default=seen.view.newest_claim)
+    newest = look(store).view.newest_claim
     if not newest:
         raise CommandNotFound(
             f"CommandNotFound: no attempt of {store.uri} was ever claimed, so no command is recorded\n"

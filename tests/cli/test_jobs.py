@@ -79,7 +79,8 @@ def test_run_records_what_resume_needs(cli: Cli, tmp_path: Path, monkeypatch) ->
     assert f"there is no run at file://{tmp_path}/new yet: starting one" in ran.out
     found = read_claim(LocalStore(str(tmp_path / "new")), 1)
     assert (found.command, found.cwd) == (("sh", "say.sh"), str(tmp_path))
-    assert (found.groups, found.nproc, found.settings) == (2, 2, {"min_groups": "2"})
+    assert (found.groups, found.nproc) == (2, 2)
+    assert found.settings == {"min_groups": "2", "run": str(tmp_path / "new")}
     lines = {line for line in ran.out.splitlines() if " rank " in line}
     assert f"[g1.1] group g1 rank 1 run {tmp_path}/new" in lines and len(lines) == 4
 
@@ -230,3 +231,23 @@ def test_on_a_terminal_the_groups_are_shown_in_a_table(tmp_path: Path) -> None:
     text = seen.decode()
     assert "[g0.0] hello from the rank" in text and "finished in attempt 1" in text
     assert "doing" in text and "processes" in text
+
+
+def test_resume_of_a_run_that_was_moved_says_so_before_it_claims_anything(
+    cli: Cli, tmp_path: Path, monkeypatch
+) -> None:
+    """The recorded command names the old address, whether as it was typed or in full."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import sys, torch, ftckpt\n"
+        "with ftckpt.Session(sys.argv[1], {'t': torch.ones(2)}) as session:\n"
+        "    session.save(1).wait(60)\n"
+    )
+    assert cli("run", "old", "--", sys.executable, "train.py", "old").code == 0
+    (tmp_path / "old").rename(tmp_path / "new")
+
+    ran = cli("resume", "new")
+
+    assert ran.code == 1
+    assert "names another address" in ran.err, ran.err
+    assert not (tmp_path / "new/attempts/000002").exists()
