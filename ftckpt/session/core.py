@@ -374,6 +374,12 @@ class Session:
             _check_address(store, self._launch)
             find_run(store)
             return {"attempt": self._launch.attempt, "incarnation": incarnation}
+        if self._group is not None:
+            raise SettingsError(
+                "SettingsError: replica groups need one attempt for all of them, and FTCKPT_ATTEMPT names none\n"
+                "  a session that began its own would fence its peers; nothing was changed\n"
+                "  start the groups with `ftckpt run RUN --groups N -- COMMAND`"
+            )
         begun: Begun = begin(
             store,
             replace(this_process(nproc=self._launch.world), settings={"run": self._address()}),
