@@ -65,7 +65,7 @@ def shape_of(model: str, seed: int, steps: int | None) -> Shape:
     if model == "tiny":
         more = ("--prompts-per-step=32", "--samples-per-prompt=16", "--warmup-sft-steps=60")
         return Shape(Training(steps or 90, 5, model, seed, more), 4, 240.0, 480.0)
-    return Shape(Training(steps or 16, 2, model, seed), 1, 600.0, 1800.0)
+    return Shape(Training(steps or 16, 4, model, seed), 1, 600.0, 1800.0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
