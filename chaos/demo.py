@@ -41,7 +41,7 @@ from ftckpt.chaos.killing import (
     where_it_died,
 )
 from ftckpt.chaos.s3server import start_s3
-from ftckpt.errors import FtckptError
+from ftckpt.errors import FtckptError, in_words
 
 GROUPS = ("g0", "g1")
 PIPE_WIDTH = 120
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Demo(story, folder, uri, environ, shape, random.Random(options.seed)).play()
         done = True
     except FtckptError as error:
-        story.bad(f"{type(error).__name__}: {error}")
+        story.bad(in_words(error))
     except KeyboardInterrupt:
         story.bad("interrupted; everything that was started has been stopped")
     finally:

@@ -226,3 +226,9 @@ class MembershipError(FtckptError, RuntimeError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's text; its class when it has no text."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def in_words(error: FtckptError) -> str:
+    """The message with the class in front, once."""
+    kind = type(error).__name__
+    return error.message if error.message.startswith(f"{kind}:") else f"{kind}: {error.message}"

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ftckpt.errors import FtckptError, RunNotFound
+from ftckpt.errors import FtckptError, RunNotFound, in_words
 from ftckpt.events import Event
 
 if TYPE_CHECKING:
@@ -124,12 +124,10 @@ def reporting(*, as_json: bool) -> Iterator[None]:
 
 def tell_error(error: FtckptError, *, as_json: bool) -> None:
     """The message on stderr; with JSON also the facts as one line on stdout."""
-    kind, message = type(error).__name__, error.message
-    if not message.startswith(f"{kind}:"):
-        message = f"{kind}: {message}"
+    message = in_words(error)
     print(message, file=sys.stderr)
     if as_json:
-        print_json({**error.facts, "error": kind, "message": message})
+        print_json({**error.facts, "error": type(error).__name__, "message": message})
 
 
 def print_json(value: object) -> None:

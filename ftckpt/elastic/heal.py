@@ -92,7 +92,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):  # type: ignore[misc] 
 
     def __init__(self, host: str, attempt: int | None, timeout_s: float) -> None:
         self._host = host
-        self._attempt = "any" if attempt is None else str(attempt)
+        self.attempt = attempt
         self.timeout_s = timeout_s
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()
@@ -124,7 +124,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):  # type: ignore[misc] 
             self._published = None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
-        manager, state = fetch(metadata, step, self._attempt, min(timeout.total_seconds(), self.timeout_s))
+        manager, state = fetch(metadata, step, self._name(), min(timeout.total_seconds(), self.timeout_s))
         return {"user": {KEY: state}, "torchft": manager}
 
     def shutdown(self, wait: bool = True) -> None:
@@ -140,13 +140,16 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):  # type: ignore[misc] 
         parts = path.strip("/").split("/")
         if len(parts) != 3 or not secrets.compare_digest(parts[0], self._token) or not parts[2].isdecimal():
             return "no such state here"
-        if parts[1] != self._attempt:
-            return f"this group is of attempt {self._attempt}, not {parts[1]}"
+        if parts[1] != self._name():
+            return f"this group is of attempt {self._name()}, not {parts[1]}"
         step = int(parts[2])
         with self._changed:
             self._changed.wait_for(lambda: self._serves(step), self.timeout_s)
             found = self._published
         return found if found is not None and found.step == step else f"step {step} is not served"
+
+    def _name(self) -> str:
+        return "any" if self.attempt is None else str(self.attempt)
 
     def serving(self, published: Published) -> bool:
         """Whether the state may still be sent: it may not once its owner trains on."""

@@ -39,6 +39,8 @@ SEGMENT_ELEMS = 4 << 20
 """Partial sums are exchanged this many elements at a time: the memory of a reduce on top of its own
 partials is participants x subtrees x this."""
 ADDRESS_BYTES = 256
+STATELESS = -1
+"""The step of a group that joined but holds no state yet: behind every other, so nobody heals from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class ReplicaGroup:
     """This process's membership; a ``slots.SlotGroup``. One thread calls it.
 
     Order of life: the constructor does nothing; ``open`` once, when the state has been restored or
-    built; then ``begin``, ``exchange`` and ``reduce``, ``vote``, once a step; ``close``.
+    built (or, where no supervisor says which attempt this is: ``join``, ``ask``, ``spread``, ``settle``);
+    then ``begin``, ``exchange`` and ``reduce``, ``vote``, once a step; ``close``.
     With several ranks in the group all of them make the same calls, and torch.distributed is
     initialised inside the group before ``open``.
     """
@@ -120,6 +123,7 @@ class ReplicaGroup:
         self._incarnation = uuid.uuid4().hex if incarnation is None else uuid.UUID(incarnation).hex
         self._pg = _Gloo(timeout=timedelta(seconds=group_s))
         self._manager: Any = None
+        self._transport: Any = None
         self._store: TCPStore | None = None
         self._inner: dist.ProcessGroup | None = None
         self._membership: Membership | None = None
@@ -230,8 +234,8 @@ class ReplicaGroup:
         return {key: int(value) for key, value in self._manager.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take over a commit's part before ``open``; the step is ``open``'s to say."""
-        assert self._manager is None, "load before open: later the state comes from peers"
+        """Take over a commit's part before ``settle``, which says the step."""
+        assert self._manager is None or self.finished_step == STATELESS, "later the state comes from peers"
         self._batches_committed = int(state["batches_committed"])
 
     # --- life ----------------------------------------------------------------------------------
@@ -244,19 +248,19 @@ class ReplicaGroup:
         attempt: int | None = None,
         on_turn: Callable[[Turn], None] | None = None,
     ) -> None:
-        """Join: from now on this group sends heartbeats and peers wait for it, so build and restore
-        everything first. ``step`` is the finished step of the state we hold. ``on_turn`` is called by
-        ``begin`` when the quorum is known and healed, before the turn is handed to the trainer.
+        """``join`` and ``settle`` in one, for a group that was told its attempt by a supervisor."""
+        self.join()
+        self.settle(step=step, heal=heal, attempt=attempt, on_turn=on_turn)
+
+    def join(self) -> None:
+        """Send heartbeats from now on: peers wait for this group. It has no state yet, so no peer is
+        ever healed from it, and it takes part in no step before ``settle``.
 
         With several ranks this is a collective of the group. Raises ``MembershipError`` when the
         lighthouse cannot be reached.
         """
-        assert self._manager is None, "open once"
+        assert self._manager is None, "join once"
         launch, timeouts = self._launch, self._timeouts
-        if attempt is not None:
-            self._attempt = attempt
-        if on_turn is not None:
-            self._on_turn = on_turn
         if launch.rank == 0 and launch.status is not None:
             self._events = both(self._events, open_status(launch))
         logging.getLogger("torchft.manager").addFilter(_worth_reading)
@@ -291,6 +295,64 @@ class ReplicaGroup:
                 "  nothing was changed; is the supervisor still running?",
                 lighthouse=launch.lighthouse,
             ) from e
+        manager.load_state_dict({"step": STATELESS, "batches_committed": self._batches_committed})
+        self._manager, self._transport = manager, transport
+
+    def ask(self) -> tuple[int | None, ...]:
+        """Between ``join`` and ``settle``: the attempt that each member of a quorum carries, in quorum
+        order; ``index`` is ours. Peers that are training repeat their turn, nothing is computed.
+
+        Raises ``MembershipError`` as ``begin`` does.
+        """
+        manager = self._open()
+        while True:
+            self._quorum(manager, STATELESS + 1, allow_heal=False)
+            hellos = self._hear(manager, ready=False)
+            if self._agree(not isinstance(hellos, str)) and not isinstance(hellos, str):
+                self._peers = hellos
+                return tuple(hello.attempt for hello in hellos)
+            self._fail(hellos if isinstance(hellos, str) else "another rank of this group has lost its peers")
+            self.vote()
+
+    @property
+    def index(self) -> int:
+        """Our place in the last quorum."""
+        assert self._pg.seat is not None, "ask or begin first"
+        return self._pg.seat.rank
+
+    def spread(self, attempt: int | None) -> int | None:
+        """After ``ask``: everybody gives what they claimed, and learns what any of them did; ``None``
+        when nobody did, or a peer was lost on the way: ask again. Called by rank 0 of every member.
+        """
+        self._attempt = attempt
+        mine = torch.tensor([hi.NONE if attempt is None else attempt], dtype=torch.int64)
+        try:
+            told = max(int(one) for one in self._gather_or_raise(mine, len(self._peers)))
+        except Exception as e:
+            self._fail(_text(e))
+            return attempt
+        return None if told == hi.NONE else told
+
+    def settle(
+        self,
+        *,
+        step: int,
+        heal: HealState,
+        attempt: int | None = None,
+        on_turn: Callable[[Turn], None] | None = None,
+        carries: bool = True,
+    ) -> None:
+        """Take part from now on, so build and restore everything first. ``step`` is the finished step
+        of the state we hold. ``on_turn`` is called by ``begin`` when the quorum is known and healed,
+        before the turn is handed to the trainer. ``carries=False``: the attempt is older than this
+        life of the group, which must be healed before its state counts as the attempt's.
+        """
+        manager = self._open()
+        self._carries = self._carries and carries
+        if attempt is not None:
+            self._attempt = self._transport.attempt = attempt
+        if on_turn is not None:
+            self._on_turn = on_turn
 
         def load(state: dict[str, object]) -> None:
             heal.load(state)
@@ -298,7 +360,6 @@ class ReplicaGroup:
 
         manager.register_state_dict_fn(KEY, load, heal.save)
         manager.load_state_dict({"step": step, "batches_committed": self._batches_committed})
-        self._manager = manager
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Leave the quorum. Waits at most ``timeout_s``; what still hangs then ends with the process."""
@@ -329,15 +390,7 @@ class ReplicaGroup:
         assert step == finished + 1, f"step {step} cannot follow the finished step {finished}"
         self._healed_now = False
         while True:
-            self._tell("asked", step=finished + 1)
-            try:
-                manager.start_quorum()
-            except Exception as e:
-                raise MembershipError(
-                    f"group {self._launch.group} got no quorum for step {step}: {e}\n"
-                    f"  the lighthouse is {self._launch.lighthouse}; what was committed stays readable",
-                    step=step,
-                ) from e
+            self._quorum(manager, finished + 1)
             problem = self._greet(manager)
             if self._agree(problem is None):
                 return self._begun(int(manager.current_step()) + 1)
@@ -435,10 +488,36 @@ class ReplicaGroup:
         self._on_turn(self._turn)
         return self._turn
 
+    def _quorum(self, manager: Any, step: int, *, allow_heal: bool = True) -> None:
+        self._tell("asked", step=step)
+        try:
+            manager.start_quorum(allow_heal=allow_heal)
+        except Exception as e:
+            raise MembershipError(
+                f"group {self._launch.group} got no quorum for step {step}: {e}\n"
+                f"  the lighthouse is {self._launch.lighthouse}; what was committed stays readable",
+                step=step,
+            ) from e
+
     def _greet(self, manager: Any) -> str | None:
         """Introduce everybody to everybody. Returns what is wrong with this quorum, if anything."""
-        seat = self._pg.seat
         error = manager.errored()
+        hellos = self._hear(manager, ready=error is None)
+        if isinstance(hellos, str):
+            return hellos
+        problem = hi.judge(hellos, self.index)
+        if problem is not None:
+            return problem if error is None else str(error.original_exception)
+        self._peers = hellos
+        self._carries = any(h.carries for h in hellos)
+        seat = self._pg.seat
+        assert seat is not None
+        self._membership = Membership(seat.quorum_id, tuple(h.member for h in hellos), seat.rank)
+        return None
+
+    def _hear(self, manager: Any, *, ready: bool) -> tuple[Hello, ...] | str:
+        """What everybody in this quorum says of itself, or why they could not be heard."""
+        seat, error = self._pg.seat, manager.errored()
         if seat is None or not self._pg.usable:
             return "the process group could not be formed" if error is None else str(error.original_exception)
         mine = Hello(
@@ -448,24 +527,17 @@ class ReplicaGroup:
             int(manager.current_step()),
             self._saved_step,
             self._carries,
-            ready=error is None,
+            ready=ready,
             wishes=frozenset(self._wishes),
         )
         record = torch.frombuffer(bytearray(hi.pack(mine)), dtype=torch.uint8)
         try:
             records = self._gather_or_raise(record, seat.world)
-            hellos = [hi.unpack(bytes(r.numpy().tobytes())) for r in records]
+            return tuple(hi.unpack(bytes(r.numpy().tobytes())) for r in records)
         except MembershipError:
             raise
         except Exception as e:
             return _text(e)
-        problem = hi.judge(hellos, seat.rank)
-        if problem is not None:
-            return problem if error is None else str(error.original_exception)
-        self._peers = tuple(hellos)
-        self._carries = any(h.carries for h in hellos)
-        self._membership = Membership(seat.quorum_id, tuple(h.member for h in hellos), seat.rank)
-        return None
 
     def _example(self, mine: Mapping[int, Tensor], parties: int) -> _Example:
         """Shape and dtype of the payloads; a member without slots must ask the others."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from ftckpt.attempts import find_run, read_start
+from ftckpt.attempts import adopt, find_run, read_start
 from ftckpt.begin import Begun, OnEmpty, begin, this_process
 from ftckpt.capture import Fences, LiveLeaf, capture, reseed
 from ftckpt.clock import SystemClock
@@ -270,6 +270,8 @@ class Session:
             self._enter(store, ranks)
         except BaseException:
             if self._entered is None:
+                if self._group is not None:
+                    self._group.close()
                 store.close()
             raise
         try:
@@ -284,21 +286,21 @@ class Session:
         """Begin an attempt and restore what it starts from, on all ranks or on none."""
         if ranks.rank == 0 and self._launch.status is not None:
             self._events = both(self._events, open_status(self._launch))
-        begun: Mapping[str, object] = {}
-        with together(ranks, "beginning the attempt"):
-            begun = self._begin(store) if ranks.rank == 0 else {}
-        begun = tell(ranks, begun)
-        attempt, incarnation = int(str(begun["attempt"])), str(begun["incarnation"])
+        found = self._find_attempt(store, ranks)
         parent: Ref | None = None
         with together(ranks, "restoring"):
-            parent = self._restore(store, ranks, attempt)
+            parent = self._restore(store, ranks, found.attempt)
+        attempt, incarnation = found.attempt, found.incarnation
         self._at.membership = alone(self._launch.group, incarnation)
         if self._group is not None:
-            self._group.open(
+            if self._launch.attempt is not None:
+                self._group.join()
+            self._group.settle(
                 step=self._at.finished,
                 heal=LiveState(self.state, self._launch.group, ranks.rank, ranks.world, self._before_change),
                 attempt=attempt,
                 on_turn=self._at_turn,
+                carries=found.fresh,
             )
             incarnation, self._at.membership = self._group.incarnation, None
         me = Writer(self._launch.group, ranks.rank, incarnation)
@@ -367,29 +369,54 @@ class Session:
         """The run's address as it is from any folder, for the record."""
         return self._uri if "://" in self._uri else str(Path(self._uri).absolute())
 
-    def _begin(self, store: ObjectStore) -> dict[str, object]:
-        """On rank 0: the attempt the supervisor began, or a new one."""
-        incarnation = uuid.uuid4().hex
+    def _find_attempt(self, store: ObjectStore, ranks: Ranks) -> _Found:
+        """The attempt that the supervisor began, or that living peers carry, or a new one."""
+        if self._group is not None and self._launch.attempt is None:
+            self._group.join()
+            return self._ask_peers(store, ranks, self._group)
+        told: Mapping[str, object] = {}
+        with together(ranks, "beginning the attempt"):
+            if ranks.rank == 0:
+                told = {"attempt": self._given(store) or self._claim(store), "incarnation": uuid.uuid4().hex}
+        told = tell(ranks, told)
+        return _Found(int(str(told["attempt"])), str(told["incarnation"]))
+
+    def _ask_peers(self, store: ObjectStore, ranks: Ranks, group: Members) -> _Found:
+        """Schedule 14 of the protocol: an attempt that anybody carries is gone on with. Only where
+        nobody carries one does the first member claim it, and tells the others.
+        """
+        while True:
+            carried = group.ask()
+            attempt = adopt(carried)
+            if attempt is not None:
+                return _Found(attempt, group.incarnation, fresh=False)
+            told: Mapping[str, object] = {}
+            with together(ranks, "beginning the attempt"):
+                if ranks.rank == 0:
+                    mine = self._claim(store, groups=len(carried)) if group.index == 0 else None
+                    told = {"attempt": group.spread(mine)}
+            told = tell(ranks, told)
+            if told["attempt"] is not None:
+                return _Found(int(str(told["attempt"])), group.incarnation)
+
+    def _given(self, store: ObjectStore) -> int | None:
+        """The attempt that the supervisor began, if there is one."""
         if self._launch.attempt is not None:
             _check_address(store, self._launch)
             find_run(store)
-            return {"attempt": self._launch.attempt, "incarnation": incarnation}
-        if self._group is not None:
-            raise SettingsError(
-                "SettingsError: replica groups need one attempt for all of them, and FTCKPT_ATTEMPT names none\n"
-                "  a session that began its own would fence its peers; nothing was changed\n"
-                "  start the groups with `ftckpt run RUN --groups N -- COMMAND`"
-            )
+        return self._launch.attempt
+
+    def _claim(self, store: ObjectStore, groups: int = 1) -> int:
         begun: Begun = begin(
             store,
-            replace(this_process(nproc=self._launch.world), settings={"run": self._address()}),
+            replace(this_process(groups, self._launch.world), settings={"run": self._address()}),
             name=uuid.uuid4().hex,
             step=self.settings.step,
             on_empty=self.settings.on_empty,
             fallback=self.settings.fallback,
             events=self._events,
         )
-        return {"attempt": begun.claim.attempt, "incarnation": incarnation}
+        return begun.claim.attempt
 
     def _restore(self, store: ObjectStore, ranks: Ranks, attempt: int) -> Ref | None:
         """Restore exactly what this attempt's start names."""
@@ -676,6 +703,15 @@ class _Entered:
         """Let a collection under way finish; it may be cut off, and a later one completes it."""
         if self._janitor is not None:
             self._janitor.join(timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The attempt of this job. ``fresh``: this life of the group was there when it began."""
+
+    attempt: int
+    incarnation: str
+    fresh: bool = True
 
 
 def _is_step(step: object) -> bool:

@@ -115,8 +115,33 @@ class Members(Protocol):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None: ...
 
-    def open(
-        self, *, step: int, heal: HealState, attempt: int | None, on_turn: Callable[[Turn], None]
-    ) -> None: ...
+    @property
+    def index(self) -> int:
+        """This group's place in the last quorum."""
+        ...
+
+    def join(self) -> None:
+        """Be waited for from now on, without state yet."""
+        ...
+
+    def ask(self) -> tuple[int | None, ...]:
+        """The attempt that each member of a quorum carries."""
+        ...
+
+    def spread(self, attempt: int | None) -> int | None:
+        """Tell the others of the last ``ask`` what was claimed; returns what any of them claimed."""
+        ...
+
+    def settle(
+        self,
+        *,
+        step: int,
+        heal: HealState,
+        attempt: int | None,
+        on_turn: Callable[[Turn], None],
+        carries: bool,
+    ) -> None:
+        """Take part in steps from now on, with the restored state."""
+        ...
 
     def close(self, timeout_s: float = 5.0) -> None: ...

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import ftckpt
 from ftckpt.elastic import Launch
-from ftckpt.errors import FtckptError, SettingsError
+from ftckpt.errors import FtckptError, SettingsError, in_words
 from ftckpt.events import Events, JsonLines, both, to_logging
 from ftckpt.integrations.grpo.config import GRPOConfig, add_flags, from_flags
 from ftckpt.integrations.grpo.digest import digests, write_digests
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             events = _events(options.events, launch, stack)
             _train(config, run, launch, events, options.digest)
     except FtckptError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(in_words(error), file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
     return 0
 
