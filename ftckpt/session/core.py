@@ -7,29 +7,21 @@ store. Everything that goes wrong in the background is heard of at the next boun
 from __future__ import annotations
 
 import os
-import threading
-import uuid
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-import torch
-
-from ftckpt.attempts import adopt, find_run, read_start
-from ftckpt.begin import Begun, OnEmpty, begin, this_process
-from ftckpt.capture import Fences, LiveLeaf, capture, reseed
-from ftckpt.clock import SystemClock
+from ftckpt.begin import OnEmpty
+from ftckpt.capture import Fences, LiveLeaf, capture
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience
 from ftckpt.elastic.launch import Launch, open_status
 from ftckpt.errors import (
     AttemptWentBack,
-    FtckptError,
     NotEntered,
-    ObjectNotFound,
     SaveError,
     SaveFailed,
     SettingsError,
@@ -37,28 +29,26 @@ from ftckpt.errors import (
     first_line,
 )
 from ftckpt.events import Event, Events, both, to_logging
-from ftckpt.gc import collect
-from ftckpt.guarantee import Facts, judge
 from ftckpt.layout import MAX_STEP, Writer
-from ftckpt.manifest import Commit, Guarantee, Position, Ref
+from ftckpt.manifest import Commit, Guarantee, Position
 from ftckpt.membership import Membership, alone
-from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, ChunkTask, Place, plan_save
-from ftckpt.ranks import Ranks, agree, ranks_here, tell, together
-from ftckpt.restoring import read_ref, restore_into
+from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
+from ftckpt.ranks import Ranks, agree, ranks_here, together
 from ftckpt.retention import Keep
+from ftckpt.session.exactness import exactness
 from ftckpt.session.heal import LiveState
+from ftckpt.session.inside import Inside
+from ftckpt.session.joining import INTERNAL, Joining, Restored
+from ftckpt.session.once import is_step
 from ftckpt.session.settings import Members, Settings
 from ftckpt.session.stop import StopSignal
-from ftckpt.snapshot import Live, Snapshot, StagingPool, stage
+from ftckpt.snapshot import StagingPool
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
 from ftckpt.writer import SaveEngine, SaveHandle, SaveJob, WriteSettings
 
 if TYPE_CHECKING:
     from ftckpt.slots import Turn
-
-INTERNAL = "ftckpt"
-"""The component that belongs to the session itself."""
 
 
 @dataclass(slots=True)
@@ -166,7 +156,7 @@ class Session:
         self._events = events
         self._at = _Progress()
         self._stop = StopSignal()
-        self._entered: _Entered | None = None
+        self._entered: Inside | None = None
 
     # --- what a trainer sees --------------------------------------------------------------------
 
@@ -226,9 +216,9 @@ class Session:
         with inside.saving:
             return self._save(inside, step)
 
-    def _save(self, inside: _Entered, step: int | None) -> SaveHandle:
+    def _save(self, inside: Inside, step: int | None) -> SaveHandle:
         step = self.finished_step if step is None else step
-        if not _is_step(step):
+        if not is_step(step):
             raise SettingsError(
                 f"SettingsError: step {step!r} cannot be saved; a step is a whole number from 0 to {MAX_STEP}",
                 step=step,
@@ -286,10 +276,17 @@ class Session:
         """Begin an attempt and restore what it starts from, on all ranks or on none."""
         if ranks.rank == 0 and self._launch.status is not None:
             self._events = both(self._events, open_status(self._launch))
-        found = self._find_attempt(store, ranks)
-        parent: Ref | None = None
+        joining = Joining(
+            store, ranks, self._launch, self._group, self.settings, self._address(), self._events
+        )
+        found = joining.find_attempt()
+        restored: Restored | None = None
         with together(ranks, "restoring"):
-            parent = self._restore(store, ranks, found.attempt)
+            restored = joining.restore(self.state, found.attempt)
+        if restored is not None:
+            commit = self._at.restored = restored.commit
+            self._at.finished = self._at.saved = commit.step
+            self._at.rng_restored = restored.rng_restored
         attempt, incarnation = found.attempt, found.incarnation
         self._at.membership = alone(self._launch.group, incarnation)
         if self._group is not None:
@@ -308,17 +305,17 @@ class Session:
         engine = SaveEngine(
             store,
             me,
-            parent=parent,
+            parent=restored.parent if restored is not None else None,
             settings=WriteSettings(codec=self.settings.codec, patience=patience),
             events=self._events,
             on_commit=self._committed,
         )
-        self._entered = _Entered(store, ranks, attempt, me, engine, StagingPool(self.settings.staging_bytes))
+        pool = StagingPool(self.settings.staging_bytes)
+        inside = Inside(store, ranks, attempt, me, engine, self.settings, self._events, pool)
+        self._entered = inside
         engine.start()
         if self.settings.stage == "lazy":
-            if self.settings.staging_bytes is not None:
-                self._entered.pool.touch(self.settings.chunk_bytes)
-            self._entered.fences = Fences(self.state, self._before_change, self._foreign)
+            inside.watch(Fences(self.state, self._before_change, inside.foreign))
         self._stop.install()
 
     def __exit__(
@@ -340,7 +337,7 @@ class Session:
                 self._group.close()
             inside.store.close()
 
-    def _drain(self, inside: _Entered) -> BaseException | None:
+    def _drain(self, inside: Inside) -> BaseException | None:
         """Finish what is under way. What the last save failed with, unless a boundary or
         ``SaveHandle.wait`` told it before.
         """
@@ -356,7 +353,7 @@ class Session:
 
     # --- how ------------------------------------------------------------------------------------
 
-    def _inside(self) -> _Entered:
+    def _inside(self) -> Inside:
         if self._entered is None:
             raise NotEntered("use a Session as a context: `with ftckpt.Session(...) as ckpt:`")
         return self._entered
@@ -368,102 +365,6 @@ class Session:
     def _address(self) -> str:
         """The run's address as it is from any folder, for the record."""
         return self._uri if "://" in self._uri else str(Path(self._uri).absolute())
-
-    def _find_attempt(self, store: ObjectStore, ranks: Ranks) -> _Found:
-        """The attempt that the supervisor began, or that living peers carry, or a new one."""
-        if self._group is not None and self._launch.attempt is None:
-            self._group.join()
-            return self._ask_peers(store, ranks, self._group)
-        told: Mapping[str, object] = {}
-        with together(ranks, "beginning the attempt"):
-            if ranks.rank == 0:
-                told = {"attempt": self._given(store) or self._claim(store), "incarnation": uuid.uuid4().hex}
-        told = tell(ranks, told)
-        return _Found(int(str(told["attempt"])), str(told["incarnation"]))
-
-    def _ask_peers(self, store: ObjectStore, ranks: Ranks, group: Members) -> _Found:
-        """Schedule 14 of the protocol: an attempt that anybody carries is gone on with. Only where
-        nobody carries one does the first member claim it, and tells the others.
-        """
-        while True:
-            carried = group.ask()
-            attempt = adopt(carried)
-            if attempt is not None:
-                return _Found(attempt, group.incarnation, fresh=False)
-            told: Mapping[str, object] = {}
-            with together(ranks, "beginning the attempt"):
-                if ranks.rank == 0:
-                    mine = self._claim(store, groups=len(carried)) if group.index == 0 else None
-                    told = {"attempt": group.spread(mine)}
-            told = tell(ranks, told)
-            if told["attempt"] is not None:
-                return _Found(int(str(told["attempt"])), group.incarnation)
-
-    def _given(self, store: ObjectStore) -> int | None:
-        """The attempt that the supervisor began, if there is one."""
-        if self._launch.attempt is not None:
-            _check_address(store, self._launch)
-            find_run(store)
-        return self._launch.attempt
-
-    def _claim(self, store: ObjectStore, groups: int = 1) -> int:
-        begun: Begun = begin(
-            store,
-            replace(this_process(groups, self._launch.world), settings={"run": self._address()}),
-            name=uuid.uuid4().hex,
-            step=self.settings.step,
-            on_empty=self.settings.on_empty,
-            fallback=self.settings.fallback,
-            events=self._events,
-        )
-        return begun.claim.attempt
-
-    def _restore(self, store: ObjectStore, ranks: Ranks, attempt: int) -> Ref | None:
-        """Restore exactly what this attempt's start names."""
-        try:
-            parent = read_start(store, attempt).parent
-        except ObjectNotFound as error:
-            raise SettingsError(
-                f"SettingsError: attempt {attempt} of {store.uri} was claimed but never began\n"
-                "  nothing was changed; start the job with `ftckpt run` or `ftckpt resume`",
-                attempt=attempt,
-            ) from error
-        if parent is None:
-            return None
-        commit = read_ref(store, parent)
-        done = restore_into(
-            store,
-            commit,
-            self.state,
-            group=self._launch.group,
-            rank=ranks.rank,
-            world=ranks.world,
-            internal=INTERNAL,
-        )
-        self._at.finished, self._at.saved, self._at.restored = commit.step, commit.step, commit
-        values: Any = done.values.get(INTERNAL, {})
-        internal: dict[str, Any] = values.get("tree", {})
-        if self._group is not None and internal.get("manager"):
-            self._group.load_state_dict(internal["manager"])
-        self._at.rng_restored = done.rng_restored
-        if not done.rng_restored:
-            reseed(self.settings.run_seed, commit.step, ranks.rank)
-        guarantee, why = self._guarantee(groups=1)
-        self._events(
-            Event(
-                "session.restored",
-                {
-                    "step": commit.step,
-                    "attempt": attempt,
-                    "from_attempt": commit.attempt,
-                    "bytes": done.fetched_bytes,
-                    "guarantee": guarantee,
-                    "why": list(why),
-                    "notes": list(done.notes),
-                },
-            )
-        )
-        return parent
 
     def _finish(self, step: int) -> None:
         """Note a finished step; a supervisor hears of it (from the group, where there is one)."""
@@ -507,26 +408,13 @@ class Session:
         inside, membership = self._inside(), self._members()
         leaves = self._capture(expected.at.step)
         place_ = Place(membership.index, len(membership.members), inside.ranks.rank)
-        guarantee, why = self._guarantee(len(membership.members))
+        guarantee, why = self._exactness(len(membership.members))
         job = SaveJob(expected, None, guarantee=guarantee, why=why)
         tasks = plan_save([leaf.holding for leaf in leaves], place_, self.settings.chunk_bytes)
         try:
-            return replace(job, snapshot=self._snapshot(leaves, tasks, place_.participants))
+            return replace(job, snapshot=inside.snapshot(leaves, tasks, place_.participants))
         except SaveFailed as error:
             return replace(job, trouble=error.message)
-
-    def _snapshot(
-        self, leaves: Sequence[LiveLeaf], tasks: Sequence[ChunkTask], participants: int
-    ) -> Snapshot:
-        inside, settings = self._inside(), self.settings
-        holders = participants if settings.check_replicas else 0
-        if settings.stage == "eager":
-            return stage(leaves, tasks, settings.staging_bytes, holders=holders)
-        live = Live(
-            leaves, tasks, inside.pool, SystemClock(), holders=holders, verify=settings.verify_snapshot
-        )
-        inside.live = [other for other in inside.live if other.is_live] + [live]
-        return live
 
     @contextmanager
     def mutating(self) -> Iterator[None]:
@@ -540,42 +428,12 @@ class Session:
 
     def _before_change(self, what: str) -> None:
         """The fence, on the thread that is about to change captured memory."""
-        inside = self._entered
-        for live in inside.live if inside is not None else ():
-            if live.is_live:
-                done = live.fence(self.settings.fence_deadline_s)
-                self._events(
-                    Event(
-                        "save.fence",
-                        {"what": what, "staged_bytes": done.staged_bytes, "seconds": round(done.seconds, 4)},
-                    )
-                )
+        if self._entered is not None:
+            self._entered.fence(what)
 
-    def _foreign(self, what: str) -> None:
-        self._events(
-            Event(
-                "save.warning",
-                {
-                    "what": what,
-                    "why": "an optimizer outside the state steps a captured parameter; it is fenced",
-                },
-            )
-        )
-
-    def _guarantee(self, groups: int) -> tuple[Guarantee, tuple[str, ...]]:
-        """How exact this job is, and why not better: never better than what it went on from."""
-        now, why = judge(
-            Facts(
-                deterministic=torch.are_deterministic_algorithms_enabled(),
-                derives_seeds=self.settings.derives_seeds,
-                rng_restored=self._at.rng_restored,
-                groups=groups,
-            )
-        )
-        before = self._at.restored
-        if before is None:
-            return now, why
-        return max(before.guarantee, now), tuple(dict.fromkeys((*before.why, *why)))
+    def _exactness(self, groups: int) -> tuple[Guarantee, tuple[str, ...]]:
+        at = self._at
+        return exactness(self.settings, at.restored, rng_restored=at.rng_restored, groups=groups)
 
     def _at_turn(self, turn: Turn) -> None:
         """The quorum of a turn is known: look at who is there, before anything is computed."""
@@ -664,96 +522,4 @@ class Session:
         if inside is None or not commit.fragments:
             return
         if commit.fragments[0].key.endswith(f"/{inside.me}"):
-            inside.collect_soon(self.settings.keep, self._events)
-
-
-@dataclass(slots=True)
-class _Entered:
-    """What exists between entering and leaving."""
-
-    store: ObjectStore
-    ranks: Ranks
-    attempt: int
-    me: Writer
-    engine: SaveEngine
-    pool: StagingPool
-    live: list[Live] = field(default_factory=list)
-    saving: threading.Lock = field(default_factory=threading.Lock)
-    fences: Fences | None = None
-    _janitor: threading.Thread | None = field(default=None)
-
-    def collect_soon(self, keep: Keep, events: Events) -> None:
-        """Collect on a thread of its own, one at a time: a slow delete never holds up a save."""
-        if keep.last is None or (self._janitor is not None and self._janitor.is_alive()):
-            return
-
-        def work() -> None:
-            try:
-                done = collect(self.store, keep, intent_id=uuid.uuid4().hex)
-            except FtckptError as error:
-                events(Event("gc.failed", {"error": str(error)}))
-            else:
-                steps = [at.step for at in done.victims]
-                events(Event("gc.collected", {"steps": steps, "freed_bytes": done.freed_bytes}))
-
-        self._janitor = threading.Thread(target=work, name="ftckpt-gc", daemon=True)
-        self._janitor.start()
-
-    def janitor_done(self, timeout_s: float = 60.0) -> None:
-        """Let a collection under way finish; it may be cut off, and a later one completes it."""
-        if self._janitor is not None:
-            self._janitor.join(timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The attempt of this job. ``fresh``: this life of the group was there when it began."""
-
-    attempt: int
-    incarnation: str
-    fresh: bool = True
-
-
-def _is_step(step: object) -> bool:
-    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MAX_STEP
-
-
-def _check_address(store: ObjectStore, launch: Launch) -> None:
-    """A supervised session saves to the run that its supervisor began the attempt of, and no other."""
-    if launch.run is None:
-        return
-    told = open_store(launch.run, allow_unconditional=True)
-    if told.uri != store.uri:
-        raise SettingsError(
-            f"SettingsError: this process was started for the run at {told.uri}, but its session is for {store.uri}\n"
-            "  attempts of one run mean nothing in another; nothing was changed in either\n"
-            "  a run that was copied or moved keeps its old command: give the new address in the command, "
-            "`ftckpt run NEW -- COMMAND`, or take it from FTCKPT_RUN",
-            told=told.uri,
-            uri=store.uri,
-        )
-
-
-def restore(
-    uri: str | os.PathLike[str],
-    state: MutableMapping[str, object] | Mapping[str, object],
-    step: int | Literal["latest"] | None = "latest",
-    *,
-    strict: bool = True,
-    store_options: Mapping[str, object] | None = None,
-) -> Commit:
-    """Overwrite the components in ``state`` with those of a step, once; any subset of them.
-
-    Blocks until it is done. Other components of the step are left alone, and so is the run.
-
-    Raises:
-        RunNotFound, NoCommit, StepNotFound: nothing to restore. Nothing was changed.
-        StateMismatch, CorruptError, StoreError: see ``ftckpt.errors``. Nothing was changed.
-        RestoreIncomplete: it failed on the way; the named components must not be used.
-    """
-    from ftckpt.run import Run
-
-    if step not in ("latest", None) and not _is_step(step):
-        raise SettingsError(f'SettingsError: step={step!r} has no meaning; give a step\'s number or "latest"')
-    with Run(open_store(uri, options=store_options, allow_unconditional=True)) as run:
-        return run.restore(state, None if step == "latest" else step, strict=strict)
+            inside.collect_soon(self.settings.keep)

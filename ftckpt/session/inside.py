@@ -1,0 +1,99 @@
+"""What a session owns between entering and leaving: its engine, its staging pool, its fences, and the
+thread that collects.
+
+Here a snapshot is taken and fenced. When to save, and what becomes of it, is the session's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ftckpt.capture import Fences, LiveLeaf
+from ftckpt.clock import SystemClock
+from ftckpt.errors import FtckptError
+from ftckpt.events import Event, Events
+from ftckpt.gc import collect
+from ftckpt.layout import Writer
+from ftckpt.plan.assign import ChunkTask
+from ftckpt.ranks import Ranks
+from ftckpt.retention import Keep
+from ftckpt.session.settings import Settings
+from ftckpt.snapshot import Live, Snapshot, StagingPool, stage
+from ftckpt.store.api import ObjectStore
+from ftckpt.writer import SaveEngine
+
+
+@dataclass(slots=True)
+class Inside:
+    """One session that was entered, in one process. ``fence`` and ``collect_soon`` from any thread."""
+
+    store: ObjectStore
+    ranks: Ranks
+    attempt: int
+    me: Writer
+    engine: SaveEngine
+    settings: Settings
+    events: Events
+    pool: StagingPool
+    live: list[Live] = field(default_factory=list)
+    saving: threading.Lock = field(default_factory=threading.Lock)
+    fences: Fences | None = None
+    _janitor: threading.Thread | None = field(default=None)
+
+    def watch(self, fences: Fences) -> None:
+        """Snapshots are lazy from now on: have the pool's memory ready for a first fence."""
+        if self.settings.staging_bytes is not None:
+            self.pool.touch(self.settings.chunk_bytes)
+        self.fences = fences
+
+    def snapshot(self, leaves: Sequence[LiveLeaf], tasks: Sequence[ChunkTask], participants: int) -> Snapshot:
+        """The bytes of these chunks as they are now; raises ``SaveFailed`` beyond the staging budget."""
+        settings = self.settings
+        holders = participants if settings.check_replicas else 0
+        if settings.stage == "eager":
+            return stage(leaves, tasks, settings.staging_bytes, holders=holders)
+        live = Live(leaves, tasks, self.pool, SystemClock(), holders=holders, verify=settings.verify_snapshot)
+        self.live = [other for other in self.live if other.is_live] + [live]
+        return live
+
+    def fence(self, what: str) -> None:
+        """On the thread that is about to change captured memory: stage what is still to be read of it."""
+        for live in self.live:
+            if live.is_live:
+                done = live.fence(self.settings.fence_deadline_s)
+                self.events(
+                    Event(
+                        "save.fence",
+                        {"what": what, "staged_bytes": done.staged_bytes, "seconds": round(done.seconds, 4)},
+                    )
+                )
+
+    def foreign(self, what: str) -> None:
+        """An optimizer that is not in the state steps a captured parameter."""
+        why = "an optimizer outside the state steps a captured parameter; it is fenced"
+        self.events(Event("save.warning", {"what": what, "why": why}))
+
+    def collect_soon(self, keep: Keep) -> None:
+        """Collect on a thread of its own, one at a time: a slow delete never holds up a save."""
+        if keep.last is None or (self._janitor is not None and self._janitor.is_alive()):
+            return
+
+        def work() -> None:
+            try:
+                done = collect(self.store, keep, intent_id=uuid.uuid4().hex)
+            except FtckptError as error:
+                self.events(Event("gc.failed", {"error": str(error)}))
+            else:
+                steps = [at.step for at in done.victims]
+                self.events(Event("gc.collected", {"steps": steps, "freed_bytes": done.freed_bytes}))
+
+        self._janitor = threading.Thread(target=work, name="ftckpt-gc", daemon=True)
+        self._janitor.start()
+
+    def janitor_done(self, timeout_s: float = 60.0) -> None:
+        """Let a collection under way finish; it may be cut off, and a later one completes it."""
+        if self._janitor is not None:
+            self._janitor.join(timeout_s)

@@ -1,0 +1,172 @@
+"""Entering a run: which attempt this job belongs to, and restoring what that attempt's start names.
+
+Knows supervisors, living peers and nobody at all as the three who can say which attempt it is. Changes
+nothing of a session: it returns what was found, and the session takes it over.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ftckpt.attempts import adopt, find_run, read_start
+from ftckpt.begin import Begun, begin, this_process
+from ftckpt.capture import reseed
+from ftckpt.elastic.launch import Launch
+from ftckpt.errors import ObjectNotFound, SettingsError
+from ftckpt.events import Event, Events
+from ftckpt.manifest import Commit, Ref
+from ftckpt.ranks import Ranks, tell, together
+from ftckpt.restoring import read_ref, restore_into
+from ftckpt.session.exactness import exactness
+from ftckpt.session.settings import Members, Settings
+from ftckpt.store import open_store
+from ftckpt.store.api import ObjectStore
+
+INTERNAL = "ftckpt"
+"""The component that belongs to the session itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The attempt of this job. ``fresh``: this life of the group was there when it began."""
+
+    attempt: int
+    incarnation: str
+    fresh: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What an attempt's start named, and what of it is now in the state."""
+
+    parent: Ref
+    commit: Commit
+    rng_restored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """One process on its way into a run. ``address`` is the run's as it is from any folder."""
+
+    store: ObjectStore
+    ranks: Ranks
+    launch: Launch
+    group: Members | None
+    settings: Settings
+    address: str
+    events: Events
+
+    def find_attempt(self) -> Found:
+        """The attempt that the supervisor began, or that living peers carry, or a new one."""
+        if self.group is not None and self.launch.attempt is None:
+            self.group.join()
+            return self._ask_peers(self.group)
+        told: Mapping[str, object] = {}
+        with together(self.ranks, "beginning the attempt"):
+            if self.ranks.rank == 0:
+                told = {"attempt": self._given() or self._claim(), "incarnation": uuid.uuid4().hex}
+        told = tell(self.ranks, told)
+        return Found(int(str(told["attempt"])), str(told["incarnation"]))
+
+    def _ask_peers(self, group: Members) -> Found:
+        """Schedule 14 of the protocol: an attempt that anybody carries is gone on with. Only where
+        nobody carries one does the first member claim it, and tells the others.
+        """
+        while True:
+            carried = group.ask()
+            attempt = adopt(carried)
+            if attempt is not None:
+                return Found(attempt, group.incarnation, fresh=False)
+            told: Mapping[str, object] = {}
+            with together(self.ranks, "beginning the attempt"):
+                if self.ranks.rank == 0:
+                    mine = self._claim(groups=len(carried)) if group.index == 0 else None
+                    told = {"attempt": group.spread(mine)}
+            told = tell(self.ranks, told)
+            if told["attempt"] is not None:
+                return Found(int(str(told["attempt"])), group.incarnation)
+
+    def _given(self) -> int | None:
+        """The attempt that the supervisor began, if there is one."""
+        if self.launch.attempt is not None:
+            _check_address(self.store, self.launch)
+            find_run(self.store)
+        return self.launch.attempt
+
+    def _claim(self, groups: int = 1) -> int:
+        begun: Begun = begin(
+            self.store,
+            replace(this_process(groups, self.launch.world), settings={"run": self.address}),
+            name=uuid.uuid4().hex,
+            step=self.settings.step,
+            on_empty=self.settings.on_empty,
+            fallback=self.settings.fallback,
+            events=self.events,
+        )
+        return begun.claim.attempt
+
+    def restore(self, state: Mapping[str, object], attempt: int) -> Restored | None:
+        """Overwrite ``state`` with exactly what this attempt's start names; ``None``: it begins from
+        nothing, and nothing was changed.
+        """
+        try:
+            parent = read_start(self.store, attempt).parent
+        except ObjectNotFound as error:
+            raise SettingsError(
+                f"SettingsError: attempt {attempt} of {self.store.uri} was claimed but never began\n"
+                "  nothing was changed; start the job with `ftckpt run` or `ftckpt resume`",
+                attempt=attempt,
+            ) from error
+        if parent is None:
+            return None
+        commit = read_ref(self.store, parent)
+        done = restore_into(
+            self.store,
+            commit,
+            state,
+            group=self.launch.group,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            internal=INTERNAL,
+        )
+        values: Any = done.values.get(INTERNAL, {})
+        internal: dict[str, Any] = values.get("tree", {})
+        if self.group is not None and internal.get("manager"):
+            self.group.load_state_dict(internal["manager"])
+        if not done.rng_restored:
+            reseed(self.settings.run_seed, commit.step, self.ranks.rank)
+        guarantee, why = exactness(self.settings, commit, rng_restored=done.rng_restored, groups=1)
+        self.events(
+            Event(
+                "session.restored",
+                {
+                    "step": commit.step,
+                    "attempt": attempt,
+                    "from_attempt": commit.attempt,
+                    "bytes": done.fetched_bytes,
+                    "guarantee": guarantee,
+                    "why": list(why),
+                    "notes": list(done.notes),
+                },
+            )
+        )
+        return Restored(parent, commit, done.rng_restored)
+
+
+def _check_address(store: ObjectStore, launch: Launch) -> None:
+    """A supervised session saves to the run that its supervisor began the attempt of, and no other."""
+    if launch.run is None:
+        return
+    told = open_store(launch.run, allow_unconditional=True)
+    if told.uri != store.uri:
+        raise SettingsError(
+            f"SettingsError: this process was started for the run at {told.uri}, but its session is for {store.uri}\n"
+            "  attempts of one run mean nothing in another; nothing was changed in either\n"
+            "  a run that was copied or moved keeps its old command: give the new address in the command, "
+            "`ftckpt run NEW -- COMMAND`, or take it from FTCKPT_RUN",
+            told=told.uri,
+            uri=store.uri,
+        )
