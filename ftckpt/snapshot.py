@@ -336,7 +336,7 @@ class Live:
         with self._changed:
             self._changed.wait_for(lambda: self._given_up or self._state[number] is not _State.READING)
             if self._given_up:
-                raise SaveFailed(self._given_up)
+                raise SaveFailed(self._given_up, stage="fence")
             if self._state[number] is _State.STAGED:
                 self._state[number] = _State.DONE
                 return _view(self._chunks[number])[: _size_bytes(self.holdings, self.tasks[number])]

@@ -43,6 +43,7 @@ from ftckpt.manifest import (
     Position,
     Ref,
 )
+from ftckpt.meter import STAGES, Meter, Stage
 from ftckpt.plan.restore import Link, Saved, index_chunks
 from ftckpt.reader import read_fragments
 from ftckpt.snapshot import Snapshot
@@ -76,6 +77,7 @@ class SaveJob:
     guarantee: Guarantee = "E4"
     why: tuple[str, ...] = ()
     trouble: str = ""
+    meter: Meter = field(default_factory=Meter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,22 @@ class SaveHandle:
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A save that did not become readable: where it failed, and with what."""
+
+    step: int
+    stage: Stage
+    error: BaseException
+
+
 @dataclass(slots=True)
 class Outcome:
     """What the engine knows at a boundary. ``failed_in_row`` counts saves since the last good one."""
 
     last: Commit | None = None
     failed_in_row: int = 0
-    errors: list[BaseException] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     fenced: Fenced | None = None
 
 
@@ -200,6 +211,7 @@ class SaveEngine:
                 self._events(Event("save.waiting", {"step": handle.step, "under_way": self._waiting}))
             if not self._changed.wait_for(lambda: self._waiting < limit, deadline_s):
                 trouble = f"{self._waiting} earlier saves have not ended after {deadline_s:g} s"
+                job.meter.fail("queued")
                 job = replace(job, snapshot=None, trouble=trouble)
             self._waiting += 1
         self._jobs.put((job, handle))
@@ -219,10 +231,10 @@ class SaveEngine:
         self._index = None
 
     def outcome(self) -> Outcome:
-        """What became of the saves since the last call; errors are handed out once."""
+        """What became of the saves since the last call; failures are handed out once."""
         with self._changed:
             now = replace(self._outcome)
-            self._outcome.errors = []
+            self._outcome.failures = []
         return now
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -249,14 +261,20 @@ class SaveEngine:
                     if job.snapshot is not None:
                         job.snapshot.close()
             except BaseException as error:
+                failure = Failure(handle.step, job.meter.failed_in or "settle", error)
                 with self._changed:
                     self._outcome.failed_in_row += 0 if isinstance(error, Fenced) else 1
-                    self._outcome.errors.append(error)
+                    self._outcome.failures.append(failure)
                     if isinstance(error, Fenced):
                         self._outcome.fenced = error
                     self._waiting -= 1
                     self._changed.notify_all()
-                self._events(Event("save.failed", {"step": handle.step, "error": first_line(error)[:500]}))
+                self._events(
+                    Event(
+                        "save.failed",
+                        {"step": handle.step, "stage": failure.stage, "error": first_line(error)[:500]},
+                    )
+                )
                 handle._future.set_exception(error)  # noqa: SLF001 - the two are one thing
             else:
                 with self._changed:
@@ -267,15 +285,20 @@ class SaveEngine:
                 handle._future.set_result(commit)  # noqa: SLF001
 
     def _save(self, job: SaveJob) -> Commit:
-        self._prepare(job)
+        meter = job.meter
+        meter.add("queued", meter.age_s - meter.seconds("capture"))
+        with meter.spent("prepare"):
+            self._prepare(job)
         if self._diverged is not None:
+            meter.fail("settle")
             job = replace(job, snapshot=None, trouble=first_line(self._diverged))
         expected = replace(job.expected, parent=self._parent)
         begun_s = self._clock.now_s()
         self._unsettled = expected.at
         fragment, cause = self._write(job, expected)
         try:
-            record, ref = self._settle(expected, fragment, cause)
+            with meter.spent("settle"):
+                record, ref = self._settle(expected, fragment, cause)
         except Diverged as error:
             self._diverged = error
             raise
@@ -284,8 +307,9 @@ class SaveEngine:
             self._parent, self._index = ref, None
         if cause is not None and not _names(record, self._me):
             raise _failed(expected.at, cause) from cause
-        check_fence(self._store, expected.at.attempt)
-        check_settled(record)
+        with meter.spent("settle"):
+            check_fence(self._store, expected.at.attempt)
+            check_settled(record)
         own = list(record.components.values())
         self._events(
             Event(
@@ -298,6 +322,8 @@ class SaveEngine:
                     "stored_bytes": sum(c.stored_bytes for c in own),
                     "reused_bytes": sum(c.reused_bytes for c in own),
                     "fragments": len(record.fragments),
+                    "total_s": meter.age_s,
+                    **{f"{stage}_s": meter.seconds(stage) for stage in STAGES},
                 },
             )
         )
@@ -311,16 +337,13 @@ class SaveEngine:
         try:
             if job.snapshot is None:
                 raise SaveFailed(f"SaveFailed: {job.trouble}")
+            with job.meter.spent("prepare"):
+                reusable = self._reusable()
             fragment = write_share(
-                self._store,
-                job,
-                expected,
-                self._me,
-                self._settings,
-                self._reusable(),
-                self._learned,
+                self._store, job, expected, self._me, self._settings, reusable, self._learned, self._events
             )
-            put_fragment(self._store, fragment, self._me)
+            with job.meter.spent("put"):
+                put_fragment(self._store, fragment, self._me)
             return fragment, None
         except Exception as error:
             fragment = failure(expected, self._me, first_line(error))
@@ -435,6 +458,7 @@ def write_share(
     settings: WriteSettings,
     reusable: Mapping[str, Sequence[Saved]],
     learned: Learned | None = None,
+    events: Events = silent,
 ) -> Fragment:
     """Stream a snapshot into packs; returns the fragment that names them. On return every pack is
     durable, and nothing is readable yet. Without ``learned`` nothing is left to a next save.
@@ -449,11 +473,14 @@ def write_share(
     share_bytes = sum(
         (task.stop - task.start) * holdings[task.holding].leaf.itemsize_bytes for task in snapshot.tasks
     )
+    began = _told(job.meter, "read", "capture", "queued", "prepare")
+    share = {"bytes": share_bytes, "chunks": len(snapshot.tasks)}
+    events(Event("save.begun", {"step": expected.at.step, **began, **share}))
     pack_bytes = max(settings.pack_bytes, min(settings.max_pack_bytes, share_bytes // 64))
-    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned)
+    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned, job.meter)
     chunks: dict[int, ChunkRecord] = {}
     with ThreadPoolExecutor(settings.encode_threads, "ftckpt-encode") as pool, packs:
-        for item in _encode_all(pool, snapshot, keys, known, settings, learned):
+        for item in _encode_all(pool, snapshot, keys, known, settings, learned, job.meter):
             task = snapshot.tasks[item.number]
             if isinstance(item, _Known):
                 chunks[item.number] = _refer(item.saved, packs)
@@ -472,7 +499,15 @@ def write_share(
                     base,
                 )
             snapshot.release(item.number)
+        events(
+            Event(
+                "save.staged",
+                {"step": expected.at.step, **_told(job.meter, "encode", "fence", "read", "encode")},
+            )
+        )
         refs = packs.finish()
+    puts = {"packs": len(refs) - packs.referred, **_told(job.meter, "put", "put", "put_wait")}
+    events(Event("save.put", {"step": expected.at.step, **puts}))
     return Fragment(
         format=FORMAT,
         attempt=expected.at.attempt,
@@ -487,6 +522,12 @@ def write_share(
         guarantee=job.guarantee,
         why=job.why,
     )
+
+
+def _told(meter: Meter, through: Stage, *stages: Stage) -> dict[str, float]:
+    """Since the save was asked for, the bytes that went through a stage, and what stages took."""
+    took = {f"{stage}_s": meter.seconds(stage) for stage in stages}
+    return {"bytes": meter.bytes(through), "seconds": meter.age_s, **took}
 
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
@@ -571,6 +612,7 @@ def _encode_all(
     known: Mapping[int, Saved],
     settings: WriteSettings,
     learned: Learned,
+    meter: Meter,
 ) -> Iterator[_Encoded | _Known]:
     """Hash and encode every chunk, in task order, a few ahead of whoever consumes them."""
     chosen, bases, rates = settings.codec, learned.bases, learned.rates
@@ -582,7 +624,12 @@ def _encode_all(
     )
 
     def work(number: int) -> _Encoded | _Known:
-        body = snapshot.read(number)
+        with meter.spent("read"):
+            body = snapshot.read(number)
+        with meter.spent("encode", len(body)):
+            return encoded(number, body)
+
+    def encoded(number: int, body: Buffer) -> _Encoded | _Known:
         raw = xxhash.xxh3_128_digest(body)
         key, saved = keys[number], known.get(number)
         if saved is not None and saved.chunk.raw == raw:
@@ -650,13 +697,22 @@ class _Packs:
     """
 
     def __init__(
-        self, store: ObjectStore, at: Position, me: Writer, pack_bytes: int, in_flight: int, learned: Learned
+        self,
+        store: ObjectStore,
+        at: Position,
+        me: Writer,
+        pack_bytes: int,
+        in_flight: int,
+        learned: Learned,
+        meter: Meter,
     ) -> None:
-        self._store, self._at, self._me = store, at, me
+        self._store, self._at, self._me, self._meter = store, at, me, meter
         self._rates, self._digests = learned.rates, learned.packs
         self._pack_bytes = pack_bytes
         self._pool = ThreadPoolExecutor(in_flight, "ftckpt-put")
         self._slots = threading.BoundedSemaphore(in_flight)
+        self.referred = 0
+        """Packs of earlier steps that were referred to."""
         self._refs: list[PackRef] = []
         self._numbers: dict[str, int] = {}
         self._puts: list[Future[None]] = []
@@ -673,6 +729,7 @@ class _Packs:
     def refer(self, key: str, size: int) -> int:
         """The number of a pack that an earlier step wrote."""
         if key not in self._numbers:
+            self.referred += 1
             self._numbers[key] = len(self._refs)
             self._refs.append(PackRef(key, size, self._digests.get(key, b"")))
         return self._numbers[key]
@@ -716,12 +773,13 @@ class _Packs:
         for put in self._puts:
             if put.done():
                 put.result()
-        self._slots.acquire()
+        with self._meter.spent("put_wait"):
+            self._slots.acquire()
         self._puts.append(self._pool.submit(self._put, key, pack))
 
     def _put(self, key: str, pack: _Open) -> None:
         try:
-            with self._rates.putting(pack.size):
+            with self._meter.spent("put", pack.size), self._rates.putting(pack.size):
                 put_pack(self._store, key, pack.memory[: pack.size].data)
             if pack.memory.size == self._pack_bytes:
                 self._free.append(pack.memory)

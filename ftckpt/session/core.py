@@ -7,7 +7,7 @@ store. Everything that goes wrong in the background is heard of at the next boun
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from ftckpt.events import Event, Events, both, to_logging
 from ftckpt.layout import MAX_STEP, Writer
 from ftckpt.manifest import Commit, Guarantee, Position
 from ftckpt.membership import Membership, alone
+from ftckpt.meter import Meter
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
 from ftckpt.ranks import Ranks, agree, ranks_here, together
 from ftckpt.retention import Keep
@@ -45,7 +46,7 @@ from ftckpt.session.stop import StopSignal
 from ftckpt.snapshot import StagingPool
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
-from ftckpt.writer import SaveEngine, SaveHandle, SaveJob, WriteSettings
+from ftckpt.writer import Failure, SaveEngine, SaveHandle, SaveJob, WriteSettings
 
 if TYPE_CHECKING:
     from ftckpt.slots import Turn
@@ -232,12 +233,13 @@ class Session:
                 last=last,
             )
         self._finish(max(self._at.finished, step))
-        expected = self._expected(step)
+        expected, meter = self._expected(step), Meter()
         try:
-            job = self._job(expected)
+            with meter.spent("capture"):
+                job = self._job(expected, meter)
         except Exception as error:
             if len(expected.writers) > 1:  # the others need not wait for a share that will not come
-                inside.engine.submit(SaveJob(expected, None, trouble=first_line(error)))
+                inside.engine.submit(SaveJob(expected, None, trouble=first_line(error), meter=meter))
                 self._at.saved = step
             raise
         handle = inside.engine.submit(job)
@@ -346,7 +348,7 @@ class Session:
         except TimeoutError as error:
             return error
         inside.janitor_done()
-        errors = inside.engine.outcome().errors
+        errors = [failure.error for failure in inside.engine.outcome().failures]
         handle = self._at.handle
         failed = handle.error if handle is not None and not handle.heard else None
         return failed if any(failed is one for one in errors) else None
@@ -404,16 +406,18 @@ class Session:
         assert membership is not None
         return membership
 
-    def _job(self, expected: Expected) -> SaveJob:
+    def _job(self, expected: Expected, meter: Meter) -> SaveJob:
         inside, membership = self._inside(), self._members()
         leaves = self._capture(expected.at.step)
         place_ = Place(membership.index, len(membership.members), inside.ranks.rank)
         guarantee, why = self._exactness(len(membership.members))
-        job = SaveJob(expected, None, guarantee=guarantee, why=why)
+        job = SaveJob(expected, None, guarantee=guarantee, why=why, meter=meter)
         tasks = plan_save([leaf.holding for leaf in leaves], place_, self.settings.chunk_bytes)
         try:
-            return replace(job, snapshot=inside.snapshot(leaves, tasks, place_.participants))
+            at = expected.at.step
+            return replace(job, snapshot=inside.snapshot(at, leaves, tasks, place_.participants, meter))
         except SaveFailed as error:
+            meter.fail("capture")
             return replace(job, trouble=error.message)
 
     @contextmanager
@@ -465,9 +469,10 @@ class Session:
         """Between two steps: hear of the background, save what is due. True: end the loop."""
         inside, settings = self._inside(), self.settings
         outcome = inside.engine.outcome()
-        for error in outcome.errors:
-            self._events(Event("session.save_failed", {"error": str(error)}))
-            if isinstance(error, SaveError):
+        for failure in outcome.failures:
+            told = {"step": failure.step, "stage": failure.stage, "error": str(failure.error)}
+            self._events(Event("session.save_failed", told))
+            if isinstance(failure.error, SaveError):
                 self._at.owed = True
         if outcome.fenced is not None:
             raise outcome.fenced
@@ -475,7 +480,7 @@ class Session:
         if limit is not None and outcome.failed_in_row >= limit:
             raise TooManyFailedSaves(
                 f"TooManyFailedSaves: {outcome.failed_in_row} saves in a row failed, the limit is {limit}\n"
-                f"  last reason: {first_line(outcome.errors[-1]) if outcome.errors else 'see the log'}\n"
+                f"  last reason: {_reason(outcome.failures)}\n"
                 f"  the newest commit is {'step ' + str(outcome.last.step) if outcome.last else 'the restored one'}",
                 failed=outcome.failed_in_row,
             )
@@ -523,3 +528,10 @@ class Session:
             return
         if commit.fragments[0].key.endswith(f"/{inside.me}"):
             inside.collect_soon(self.settings.keep)
+
+
+def _reason(failures: Sequence[Failure]) -> str:
+    """What the last of these saves failed with, and in which stage."""
+    if not failures:
+        return "see the log"
+    return f"{first_line(failures[-1].error)} (in its stage {failures[-1].stage!r})"

@@ -17,6 +17,7 @@ from ftckpt.errors import FtckptError
 from ftckpt.events import Event, Events
 from ftckpt.gc import collect
 from ftckpt.layout import Writer
+from ftckpt.meter import Meter
 from ftckpt.plan.assign import ChunkTask
 from ftckpt.ranks import Ranks
 from ftckpt.retention import Keep
@@ -24,6 +25,15 @@ from ftckpt.session.settings import Settings
 from ftckpt.snapshot import Live, Snapshot, StagingPool, stage
 from ftckpt.store.api import ObjectStore
 from ftckpt.writer import SaveEngine
+
+
+@dataclass(frozen=True, slots=True)
+class _Streaming:
+    """A save that may still read live memory."""
+
+    step: int
+    snapshot: Live
+    meter: Meter
 
 
 @dataclass(slots=True)
@@ -38,7 +48,7 @@ class Inside:
     settings: Settings
     events: Events
     pool: StagingPool
-    live: list[Live] = field(default_factory=list)
+    live: list[_Streaming] = field(default_factory=list)
     saving: threading.Lock = field(default_factory=threading.Lock)
     fences: Fences | None = None
     _janitor: threading.Thread | None = field(default=None)
@@ -49,27 +59,32 @@ class Inside:
             self.pool.touch(self.settings.chunk_bytes)
         self.fences = fences
 
-    def snapshot(self, leaves: Sequence[LiveLeaf], tasks: Sequence[ChunkTask], participants: int) -> Snapshot:
+    def snapshot(
+        self,
+        step: int,
+        leaves: Sequence[LiveLeaf],
+        tasks: Sequence[ChunkTask],
+        participants: int,
+        meter: Meter,
+    ) -> Snapshot:
         """The bytes of these chunks as they are now; raises ``SaveFailed`` beyond the staging budget."""
         settings = self.settings
         holders = participants if settings.check_replicas else 0
         if settings.stage == "eager":
             return stage(leaves, tasks, settings.staging_bytes, holders=holders)
         live = Live(leaves, tasks, self.pool, SystemClock(), holders=holders, verify=settings.verify_snapshot)
-        self.live = [other for other in self.live if other.is_live] + [live]
+        streaming = [other for other in self.live if other.snapshot.is_live]
+        self.live = [*streaming, _Streaming(step, live, meter)]
         return live
 
     def fence(self, what: str) -> None:
         """On the thread that is about to change captured memory: stage what is still to be read of it."""
-        for live in self.live:
-            if live.is_live:
-                done = live.fence(self.settings.fence_deadline_s)
-                self.events(
-                    Event(
-                        "save.fence",
-                        {"what": what, "staged_bytes": done.staged_bytes, "seconds": round(done.seconds, 4)},
-                    )
-                )
+        for save in self.live:
+            if save.snapshot.is_live:
+                done = save.snapshot.fence(self.settings.fence_deadline_s)
+                save.meter.add("fence", done.seconds, done.staged_bytes)
+                took = {"staged_bytes": done.staged_bytes, "seconds": round(done.seconds, 4)}
+                self.events(Event("save.fence", {"step": save.step, "what": what, **took}))
 
     def foreign(self, what: str) -> None:
         """An optimizer that is not in the state steps a captured parameter."""
