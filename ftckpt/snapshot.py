@@ -9,7 +9,7 @@ anything mutates it, stages what has not been read yet, and only that.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -25,6 +25,7 @@ from ftckpt.errors import SaveFailed
 from ftckpt.leaf import Holding
 from ftckpt.manifest import ReplicaDigest
 from ftckpt.plan.assign import ChunkTask
+from ftckpt.sources import Rings, Source, Sources, pieces
 from ftckpt.store.api import Buffer
 
 Bytes = npt.NDArray[np.uint8]
@@ -175,7 +176,7 @@ def stage(
             last, view = task.holding, host_bytes(leaves[task.holding].data)
         part = _part(view, holdings, task)
         chunks.append(np.frombuffer(part, np.uint8).copy().data if len(part) else b"")
-    digests = [_replica(leaf, host_bytes(leaf.data)) for leaf in leaves if _shared(leaf, holders)]
+    digests = [_replica(leaf, [host_bytes(leaf.data)]) for leaf in leaves if _shared(leaf, holders)]
     return Staged(holdings, tuple(tasks), chunks, tuple(digests))
 
 
@@ -210,8 +211,11 @@ def _shared(leaf: LiveLeaf, holders: int) -> bool:
     )
 
 
-def _replica(leaf: LiveLeaf, view: memoryview) -> ReplicaDigest:
-    return ReplicaDigest(leaf.holding.leaf.name, leaf.holding.box.offset, xxhash.xxh3_128_digest(view))
+def _replica(leaf: LiveLeaf, parts: Iterable[Buffer]) -> ReplicaDigest:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return ReplicaDigest(leaf.holding.leaf.name, leaf.holding.box.offset, digest.digest())
 
 
 # --- live ----------------------------------------------------------------------------------------
@@ -267,6 +271,7 @@ class Live:
         *,
         holders: int = 0,
         verify: bool = False,
+        rings: Rings | None = None,
     ) -> None:
         self.holdings = tuple(leaf.holding for leaf in leaves)
         self.tasks = tuple(tasks)
@@ -276,19 +281,28 @@ class Live:
         self._changed = threading.Condition()
         self._given_up = ""
         self._fenced = False
-        self._views: dict[int, memoryview] = {}
+        self._new_sources = Sources(rings or Rings())
+        self._sources: dict[int, Source] = {}
         self._memory: dict[int, _Memory] = {}
         self._state: list[_State] = []
         self._chunks: dict[int, Bytes | Buffer] = {}
+        copied: tuple[int, memoryview] = (-1, memoryview(b""))
         for number, task in enumerate(self.tasks):
-            self._state.append(_State.LIVE if self._streams(task.holding) else self._copy_now(number, task))
+            if self._streams(task.holding):
+                self._state.append(_State.LIVE)
+                continue
+            if copied[0] != task.holding:
+                copied = (task.holding, host_bytes(leaves[task.holding].data))
+            part = _part(copied[1], self.holdings, task)
+            self._chunks[number] = np.frombuffer(part, np.uint8).copy().data if len(part) else b""
+            self._state.append(_State.STAGED)
         self._shared = [n for n, leaf in enumerate(leaves) if _shared(leaf, holders)]
         self._digests = {
-            n: _replica(leaves[n], host_bytes(leaves[n].data)) for n in self._shared if not self._streams(n)
+            n: _replica(leaves[n], [host_bytes(leaves[n].data)]) for n in self._shared if not self._streams(n)
         }
         self._first = (
             {
-                n: xxhash.xxh3_128_digest(self._live_part(n))
+                n: xxhash.xxh3_128_digest(self._copy(n).data)
                 for n, s in enumerate(self._state)
                 if s is _State.LIVE
             }
@@ -297,30 +311,35 @@ class Live:
         )
 
     def _streams(self, holding: int) -> bool:
-        """Whether a leaf can be read later: an optimizer owns it or it is frozen, and it is plain
-        contiguous host memory. Remembers where its memory is.
+        """Whether a leaf can be read later: an optimizer owns it or it is frozen, and its memory has a
+        ``Source``. Remembers where its memory is.
         """
-        if holding in self._views:
+        if holding in self._sources:
             return True
         leaf = self._leaves[holding]
         data = leaf.data
         if not (leaf.lazy or leaf.holding.frozen) or isinstance(data, bytes):
             return False
-        if data.device.type != "cpu" or not data.is_contiguous():
+        source = self._new_sources.of(data)
+        if source is None:
             return False
         storage = data.untyped_storage()
-        self._views[holding] = as_bytes_view(data)
+        self._sources[holding] = source
         self._memory[holding] = _Memory(data, storage, storage.nbytes(), data._version)  # noqa: SLF001
         return True
 
-    def _copy_now(self, number: int, task: ChunkTask) -> _State:
-        part = _part(host_bytes(self._leaves[task.holding].data), self.holdings, task)
-        self._chunks[number] = np.frombuffer(part, np.uint8).copy().data if len(part) else b""
-        return _State.STAGED
-
-    def _live_part(self, number: int) -> memoryview:
-        """Live bytes of a task, if its memory is still what it was."""
+    def _copy(self, number: int, into: Bytes | None = None) -> Bytes:
+        """Live bytes of a task, if its memory was what it had been both before and after the copy."""
         task = self.tasks[number]
+        itemsize = self.holdings[task.holding].leaf.itemsize_bytes
+        size = (task.stop - task.start) * itemsize
+        into = np.empty(size, np.uint8) if into is None else into[:size]
+        self._check_memory(task)
+        self._sources[task.holding].copy(task.start * itemsize, task.stop * itemsize, into)
+        self._check_memory(task)
+        return into
+
+    def _check_memory(self, task: ChunkTask) -> None:
         trouble = self._memory[task.holding].trouble()
         if trouble:
             name = self.holdings[task.holding].leaf.name
@@ -330,7 +349,6 @@ class Live:
                 "  put whatever writes, moves or offloads it into `with session.mutating():`",
                 leaf=name,
             )
-        return _part(self._views[task.holding], self.holdings, task)
 
     def read(self, number: int) -> Buffer:
         with self._changed:
@@ -343,9 +361,7 @@ class Live:
             assert self._state[number] is _State.LIVE, (number, self._state[number])
             self._state[number] = _State.READING
         try:
-            part = self._live_part(number)
-            copy = np.frombuffer(part, np.uint8).copy() if len(part) else np.empty(0, np.uint8)
-            self._live_part(number)
+            copy = self._copy(number)
         finally:
             with self._changed:
                 self._state[number] = _State.DONE
@@ -377,7 +393,7 @@ class Live:
                     break
                 self._state.append(_State.READING)
             try:
-                self._digests[number] = _replica(self._leaves[number], self._views[number])
+                self._digests[number] = _replica(self._leaves[number], pieces(self._sources[number]))
             finally:
                 with self._changed:
                     self._state.pop()
@@ -421,7 +437,7 @@ class Live:
         if block is None:
             return 0
         try:
-            np.copyto(block[:size], np.frombuffer(self._live_part(number), np.uint8))
+            self._copy(number, block)
         except SaveFailed as error:
             self._given_up = error.message
         with self._changed:
@@ -436,7 +452,7 @@ class Live:
             blocks = [b for b in self._chunks.values() if isinstance(b, np.ndarray)]
             self._chunks.clear()
             self._changed.wait_for(lambda: _State.READING not in self._state)
-            self._views.clear()
+            self._sources.clear()
             self._memory.clear()
             self._changed.notify_all()
         for block in blocks:

@@ -23,6 +23,7 @@ from ftckpt.ranks import Ranks
 from ftckpt.retention import Keep
 from ftckpt.session.settings import Settings
 from ftckpt.snapshot import Live, Snapshot, StagingPool, stage
+from ftckpt.sources import Rings
 from ftckpt.store.api import ObjectStore
 from ftckpt.writer import SaveEngine
 
@@ -48,6 +49,7 @@ class Inside:
     settings: Settings
     events: Events
     pool: StagingPool
+    rings: Rings = field(default_factory=Rings)
     live: list[_Streaming] = field(default_factory=list)
     saving: threading.Lock = field(default_factory=threading.Lock)
     fences: Fences | None = None
@@ -72,7 +74,15 @@ class Inside:
         holders = participants if settings.check_replicas else 0
         if settings.stage == "eager":
             return stage(leaves, tasks, settings.staging_bytes, holders=holders)
-        live = Live(leaves, tasks, self.pool, SystemClock(), holders=holders, verify=settings.verify_snapshot)
+        live = Live(
+            leaves,
+            tasks,
+            self.pool,
+            SystemClock(),
+            holders=holders,
+            verify=settings.verify_snapshot,
+            rings=self.rings,
+        )
         streaming = [other for other in self.live if other.snapshot.is_live]
         self.live = [*streaming, _Streaming(step, live, meter)]
         return live

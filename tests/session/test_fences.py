@@ -53,11 +53,12 @@ class Gate:
 class Job:
     """A model, its optimizer and things no optimizer owns, with a store that holds saves back."""
 
-    def __init__(self, folder: Path, kind: str = "adamw-fused", **settings: Any) -> None:
+    def __init__(self, folder: Path, kind: str = "adamw-fused", device: str = "cpu", **settings: Any) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
+        self.device = device
+        self.model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 4)).to(device)
         self.optim = OPTIMIZERS[kind](self.model.parameters())
-        self.ema = torch.zeros(64)
+        self.ema = torch.zeros(64, device=device)
         self.plain: dict[str, Any] = {"epoch": 0, "seen": [1, 2, 3]}
         self.state: dict[str, object] = {
             "actor": self.model,
@@ -74,14 +75,14 @@ class Job:
     def step(self, optim: torch.optim.Optimizer | None = None) -> None:
         optim = optim or self.optim
         optim.zero_grad()
-        self.model(torch.randn(8, 16)).square().mean().backward()
+        self.model(torch.randn(8, 16, device=self.device)).square().mean().backward()
         optim.step()
 
     def fences(self) -> list[str]:
         return [event.fields["what"] for event in self.events if event.name == "save.fence"]
 
     def remembered(self) -> dict[str, torch.Tensor]:
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        return {name: value.detach().clone().cpu() for name, value in self.model.state_dict().items()}
 
 
 @contextmanager
