@@ -14,6 +14,7 @@ import xxhash
 
 from ftckpt import layout
 from ftckpt.attempts import create_owned, decode_commit
+from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.boxes import Box
 from ftckpt.clock import Clock
 from ftckpt.errors import (
@@ -65,6 +66,12 @@ class Patience:
     takeover_s: float = 5.0
     poll_s: float = 0.02
     max_poll_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        require_number("deadline_s", self.deadline_s, low=SHORTEST_S, high=DAY_S)
+        require_number("takeover_s", self.takeover_s, low=0, high=DAY_S)
+        for name in ("poll_s", "max_poll_s"):
+            require_number(name, getattr(self, name), low=SHORTEST_S, high=DAY_S)
 
 
 def put_fragment(store: ObjectStore, fragment: Fragment, writer: Writer) -> None:

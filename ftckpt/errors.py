@@ -8,6 +8,7 @@
     │   ├── AlreadyExists (FileExistsError)
     │   ├── BucketNotFound (FileNotFoundError)
     │   ├── AccessDenied (PermissionError)
+    │   │   └── CredentialsExpired                  retryable
     │   ├── StoreFull
     │   ├── StoreUnavailable (ConnectionError)      retryable
     │   ├── StoreTimeout (TimeoutError)             retryable
@@ -89,6 +90,12 @@ class BucketNotFound(StoreError, FileNotFoundError):
 
 class AccessDenied(StoreError, PermissionError):
     """Credentials are absent, wrong or not enough, or the folder is read-only."""
+
+
+class CredentialsExpired(AccessDenied):
+    """Credentials that worked ran out, and whoever gives them has no others yet."""
+
+    retryable = True
 
 
 class StoreFull(StoreError):

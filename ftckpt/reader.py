@@ -15,6 +15,7 @@ from threading import Event as Flag
 import xxhash
 
 from ftckpt import codec, layout
+from ftckpt.bounds import require_number
 from ftckpt.boxes import Box
 from ftckpt.errors import ChunkCorrupt, CorruptError, ObjectDamaged, ObjectNotFound, StoreError
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
@@ -46,6 +47,12 @@ class ReadSettings:
     budget_bytes: int = 256 << 20
     run_bytes: int = 16 << 20
     gap_bytes: int = 64 << 10
+
+    def __post_init__(self) -> None:
+        require_number("threads", self.threads, low=1, high=1024, whole=True)
+        for name in ("budget_bytes", "run_bytes"):
+            require_number(name, getattr(self, name), low=1, high=1 << 50, whole=True)
+        require_number("gap_bytes", self.gap_bytes, low=0, high=1 << 50, whole=True)
 
 
 DEFAULT = ReadSettings()

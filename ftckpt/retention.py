@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftckpt.errors import SettingsError
+from ftckpt.bounds import require_number
 from ftckpt.manifest import Position
 
 
@@ -20,15 +20,8 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        values: dict[str, object] = {"last": self.last, "every": self.every}
-        for name, value in values.items():
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise SettingsError(
-                    f"SettingsError: keep {name}={value!r} has no meaning\n"
-                    "  give a number of 1 or more, or None to keep everything; the newest commit is always kept",
-                    setting=f"keep.{name}",
-                    found=value,
-                )
+        for name, value in (("last", self.last), ("every", self.every)):
+            require_number(f"keep {name}", value, low=1, high=10**12, whole=True, optional=True)
 
 
 def retained(lineage: Sequence[Position], keep: Keep) -> frozenset[Position]:

@@ -23,6 +23,7 @@ import xxhash
 
 from ftckpt import codec, layout
 from ftckpt.attempts import check_fence, look
+from ftckpt.bounds import require_number
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Bases, Candidate, Codec, Rates, always
 from ftckpt.commit import Expected, Patience, abort, check_settled, failure, put_fragment, read_commit, settle
@@ -64,6 +65,12 @@ class WriteSettings:
     encode_threads: int = 2
     patience: Patience = Patience()
     backlog: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("pack_bytes", "max_pack_bytes"):
+            require_number(name, getattr(self, name), low=1, high=1 << 40, whole=True)
+        for name in ("packs_in_flight", "encode_threads", "backlog"):
+            require_number(name, getattr(self, name), low=1, high=1024, whole=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ftckpt.bounds import require_number
 from ftckpt.codec import planes, zstd
 from ftckpt.codec.frames import DELTA, PLANES, RAW, ZSTD, delta
 from ftckpt.errors import SettingsError
@@ -53,13 +54,9 @@ class Codec:
                 setting="codec",
                 found=self.name,
             )
-        if not 0 <= self.max_chain <= MAX_CHAIN or self.base_budget_bytes < 0:
-            raise SettingsError(
-                f"SettingsError: max_chain={self.max_chain} and base_budget_bytes={self.base_budget_bytes}: "
-                f"give a chain of 0 to {MAX_CHAIN} bases and a budget of 0 or more bytes",
-                setting="codec",
-                found=self,
-            )
+        require_number("codec level", self.level, low=-7, high=22, whole=True)
+        require_number("max_chain", self.max_chain, low=0, high=MAX_CHAIN, whole=True)
+        require_number("base_budget_bytes", self.base_budget_bytes, low=0, high=1 << 50, whole=True)
 
     @property
     def deltas(self) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, TCPStore  # torch.distributed re-exports them untyped
 from torchft import Manager, ProcessGroupGloo
 
+from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.elastic import hello as hi
 from ftckpt.elastic.heal import KEY, HealState, HealTransport
 from ftckpt.elastic.hello import Hello
@@ -57,6 +58,8 @@ class Timeouts:
     connect_s: float
 
     def __post_init__(self) -> None:
+        for name in Timeouts.__slots__:
+            require_number(f"timeout {name}", getattr(self, name), low=SHORTEST_S, high=DAY_S)
         if self.group_s < 2 * self.heal_s:
             raise SettingsError(
                 f"pg_timeout_s {self.group_s:g} is below twice heal_time_s {self.heal_s:g}\n"
@@ -72,8 +75,6 @@ class Timeouts:
                 "  a group that waits for a slow peer would crash instead",
                 quorum_timeout_s=self.quorum_s,
             )
-        if min(self.heal_s, self.join_s, self.heartbeat_s, self.connect_s) <= 0:
-            raise SettingsError("timeouts must be above zero")
 
 
 class ReplicaGroup:

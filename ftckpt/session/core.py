@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from ftckpt.begin import OnEmpty
+from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.capture import Fences, LiveLeaf, capture
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience
@@ -141,6 +142,7 @@ class Session:
             check_replicas=check_replicas,
             deadline_s=deadline_s,
         )
+        require_number("retry_deadline_s", retry_deadline_s, low=SHORTEST_S, high=DAY_S)
         self._uri = os.fspath(uri)
         self._open_store: Callable[[], ObjectStore] = lambda: (
             store

@@ -7,13 +7,28 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ftckpt.begin import OnEmpty
+from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.codec import Codec
 from ftckpt.elastic.launch import Launch
 from ftckpt.errors import SettingsError
+from ftckpt.layout import MAX_STEP
+from ftckpt.manifest import MAX_CHUNK_BYTES
 from ftckpt.membership import Membership
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES
 from ftckpt.retention import Keep
 from ftckpt.slots import Turn
+
+_NUMBERS: dict[str, tuple[float, float, bool, bool]] = {
+    "save_every": (1, MAX_STEP, True, True),
+    "step": (0, MAX_STEP, True, True),
+    "chunk_bytes": (1, MAX_CHUNK_BYTES, True, False),
+    "staging_bytes": (1, 1 << 50, True, True),
+    "max_failed_saves": (1, 1 << 30, True, True),
+    "run_seed": (-(1 << 63), (1 << 63) - 1, True, False),
+    "deadline_s": (SHORTEST_S, DAY_S, False, False),
+    "fence_deadline_s": (SHORTEST_S, DAY_S, False, False),
+}
+"""Every number among the settings: least, most, whole, and whether ``None`` means something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +53,8 @@ class Settings:
     deadline_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "chunk_bytes", "staging_bytes", "max_failed_saves"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingsError(
-                    f"SettingsError: {name}={value!r} has no meaning; give a whole number of 1 or more, or None",
-                    setting=name,
-                    found=value,
-                )
+        for name, (low, high, whole, optional) in _NUMBERS.items():
+            require_number(name, getattr(self, name), low=low, high=high, whole=whole, optional=optional)
         if self.on_empty not in ("start", "error"):
             raise SettingsError(
                 f'SettingsError: on_empty={self.on_empty!r} has no meaning; give "start" or "error"',
@@ -57,12 +66,6 @@ class Settings:
                 f'SettingsError: stage={self.stage!r} has no meaning; give "lazy" or "eager"',
                 setting="stage",
                 found=self.stage,
-            )
-        if not self.deadline_s > 0:
-            raise SettingsError(f"SettingsError: deadline_s={self.deadline_s!r} must be above zero")
-        if not self.fence_deadline_s > 0:
-            raise SettingsError(
-                f"SettingsError: fence_deadline_s={self.fence_deadline_s!r} must be above zero"
             )
 
 

@@ -1,6 +1,7 @@
 """From an address to a store: which kind, with which settings, wrapped in retry and limit.
 
-The only place that reads the ``AWS_*`` variables, and only when a store is opened.
+The only place that reads the ``AWS_*`` variables: when a store is opened, and again when the
+credentials it was opened with are refused.
 """
 
 from __future__ import annotations
@@ -8,17 +9,19 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import unquote, urlsplit
 
+from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.errors import SettingsError, UnsafeStore
 from ftckpt.events import Events, silent
 from ftckpt.store.api import ObjectStore
 from ftckpt.store.limit import LimitStore
 from ftckpt.store.local import LocalStore
+from ftckpt.store.renewing import Opened, RenewingStore
 from ftckpt.store.retry import RetryStore
-from ftckpt.store.settings import HttpSettings, number, s3_settings
+from ftckpt.store.settings import HttpSettings, S3Settings, s3_settings
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _OURS = ("max_calls", "timeout_s", "connect_timeout_s")
@@ -44,21 +47,23 @@ def open_store(
       ``allow_unconditional``, because creates are not exclusive there: one writer only
 
     ``options`` win over the ``AWS_*`` variables and may also hold ``max_calls`` (calls at once, 32),
-    ``timeout_s`` (one request with its body, 60) and ``connect_timeout_s`` (5).
+    ``timeout_s`` (one request with its body, 60) and ``connect_timeout_s`` (5). For S3 they may hold a
+    ``credential_provider``: a function without arguments that returns a dict with ``access_key_id``,
+    ``secret_access_key`` and ``token``, asked again when what it gave last is refused.
 
     Raises ``SettingsError`` for an address or option that means nothing, ``UnsafeStore`` as above.
     """
     options = dict(options or {})
-    deadline_s = number(
-        {"retry_deadline_s": retry_deadline_s}, "retry_deadline_s", 60.0, low=0.001, high=86400
-    )
-    max_calls = int(number(options, "max_calls", 32, low=1, high=1024, whole=True))
+    deadline_s = require_number("retry_deadline_s", retry_deadline_s, low=SHORTEST_S, high=DAY_S)
+    max_calls = int(require_number("max_calls", options.get("max_calls", 32), low=1, high=1024, whole=True))
     http = HttpSettings(
-        timeout_s=number(options, "timeout_s", 60.0, low=0.001, high=3600),
-        connect_timeout_s=number(options, "connect_timeout_s", 5.0, low=0.001, high=600),
+        timeout_s=require_number("timeout_s", options.get("timeout_s", 60.0), low=SHORTEST_S, high=3600),
+        connect_timeout_s=require_number(
+            "connect_timeout_s", options.get("connect_timeout_s", 5.0), low=SHORTEST_S, high=600
+        ),
     )
     rest = {name: value for name, value in options.items() if name not in _OURS}
-    inner = _bare(os.fspath(uri), rest, http, os.environ if environ is None else environ)
+    inner = _bare(os.fspath(uri), rest, http, os.environ if environ is None else environ, events)
     if not inner.conditional_create and not allow_unconditional:
         raise UnsafeStore(
             f"{inner.uri}: creates are not exclusive there, so two writers could both believe they committed\n"
@@ -76,7 +81,7 @@ def open_store(
 
 
 def _bare(
-    uri: str, options: dict[str, object], http: HttpSettings, environ: Mapping[str, str]
+    uri: str, options: dict[str, object], http: HttpSettings, environ: Mapping[str, str], events: Events
 ) -> ObjectStore:
     if not uri.strip():
         raise SettingsError("the address of the run is empty", uri=uri)
@@ -98,7 +103,8 @@ def _bare(
 
     _no_credentials_in(uri, scheme)
     if scheme in ("s3", "gs", "az", "fsspec+s3"):
-        return _bucket(scheme, uri, rest, options, http, environ)
+        opening = _bucket(scheme, uri, rest, options, http, environ)
+        return RenewingStore(opening, events=events)
     from ftckpt.store import fsspec
 
     return fsspec.other(scheme.removeprefix("fsspec+"), rest, options)
@@ -111,7 +117,7 @@ def _bucket(
     options: dict[str, object],
     http: HttpSettings,
     environ: Mapping[str, str],
-) -> ObjectStore:
+) -> Callable[[], Opened]:
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
     if not bucket:
@@ -122,17 +128,21 @@ def _bucket(
         raise SettingsError(f"{uri}: a part of the address is empty, '.' or '..'", uri=uri)
     from ftckpt.store import objectstore
 
-    match scheme:
-        case "s3":
-            return objectstore.s3(bucket, prefix, s3_settings(options, environ), http)
-        case "gs":
-            return objectstore.google(bucket, prefix, options, http)
-        case "az":
-            return objectstore.azure(bucket, prefix, options, http)
-        case _:
-            from ftckpt.store import fsspec
+    if scheme == "gs":
+        return lambda: Opened(objectstore.google(bucket, prefix, options, http), None, renewable=True)
+    if scheme == "az":
+        return lambda: Opened(objectstore.azure(bucket, prefix, options, http), None, renewable=True)
 
-            return fsspec.s3fs_store(bucket, prefix, s3_settings(options, environ), http)
+    def opening() -> Opened:
+        settings = s3_settings(options, environ)
+        return Opened(make(bucket, prefix, settings, http), settings.credentials, settings.renewable)
+
+    make: Callable[[str, str, S3Settings, HttpSettings], ObjectStore] = objectstore.s3
+    if scheme != "s3":
+        from ftckpt.store import fsspec
+
+        make = fsspec.s3fs_store
+    return opening
 
 
 def _no_options(options: Mapping[str, object], kind: str) -> None:

@@ -7,15 +7,20 @@ No value of a credential ever appears in a message or a ``repr``.
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Mapping, Sequence
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ftckpt.errors import SettingsError
 
 Options = Mapping[str, object]
+Keys = tuple[str, str, str | None]
+"""Access key id, secret access key, session token."""
 
 _ALIASES = {
     "endpoint": "endpoint_url",
@@ -36,6 +41,7 @@ _S3_NAMES = frozenset(
         "allow_http",
         "path_style",
         "virtual_hosted_style_request",
+        "credential_provider",
     }
 )
 _S3_EXTRA = frozenset(
@@ -82,13 +88,16 @@ class HttpSettings:
 
 @dataclass(frozen=True, slots=True)
 class S3Settings:
-    """Where and as whom. ``credentials`` None: what the machine itself provides (role, container)."""
+    """Where and as whom. ``credentials`` None: what the machine itself provides (role, container).
+    ``renewable``: asking again later may give others.
+    """
 
     endpoint_url: str | None
     region: str
     path_style: bool
     allow_http: bool
-    credentials: tuple[str, str, str | None] | None = field(repr=False)
+    credentials: Keys | None = field(repr=False)
+    renewable: bool = False
     extra: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -97,7 +106,13 @@ class S3Settings:
 
 
 def s3_settings(options: Options, environ: Mapping[str, str]) -> S3Settings:
-    """Raises ``SettingsError`` for a name or a value that means nothing."""
+    """Read anew at every call: a credential provider is asked, variables and files are looked at.
+
+    Credentials come from ``credential_provider``, from options, from variables, or from the file
+    that AWS_SHARED_CREDENTIALS_FILE names (section AWS_PROFILE), the first that has any.
+
+    Raises ``SettingsError`` for a name or a value that means nothing.
+    """
     given = _normalised(options)
     if unknown := sorted(given.keys() - _S3_NAMES - _S3_EXTRA):
         raise SettingsError(
@@ -108,8 +123,19 @@ def s3_settings(options: Options, environ: Mapping[str, str]) -> S3Settings:
     for name in _ENVIRONMENT:
         if environ.get(name):
             found |= _normalised({name: environ[name]})
-    if given.keys() & set(_CREDENTIALS):  # a key of one place with a token of another is nobody's
+    named = sorted(given.keys() & set(_CREDENTIALS))
+    provider = given.get("credential_provider")
+    if named or provider is not None:  # a key of one place with a token of another is nobody's
         found = {name: value for name, value in found.items() if name not in _CREDENTIALS}
+    if provider is not None:
+        if named:
+            raise SettingsError(
+                f"store options credential_provider and {named[0]} contradict each other; give one of them",
+                option="credential_provider",
+            )
+        found |= _provided(provider)
+    elif not named and not found.keys() & set(_CREDENTIALS):
+        found |= _from_file(environ)
     found |= given
 
     endpoint_url = _text(found, "endpoint_url")
@@ -126,28 +152,9 @@ def s3_settings(options: Options, environ: Mapping[str, str]) -> S3Settings:
         path_style=path_style,
         allow_http=(endpoint_url or "").startswith("http://") if allow_http is None else allow_http,
         credentials=_credentials(found),
+        renewable=not named,
         extra={name: value for name, value in found.items() if name in _S3_EXTRA},
     )
-
-
-def number(
-    options: Mapping[str, object], name: str, default: float, *, low: float, high: float, whole: bool = False
-) -> float:
-    """The option as a number within ``low`` and ``high``, both allowed."""
-    value = options.get(name, default)
-    kind = "a whole number" if whole else "a number"
-    fits = (
-        isinstance(value, int if whole else int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and low <= value <= high
-    )
-    if not fits:
-        raise SettingsError(
-            f"{name} must be {kind} from {low:g} to {high:g}, not {value!r}", option=name, value=value
-        )
-    assert isinstance(value, int | float)
-    return value
 
 
 def strike_out(text: str, secrets: Sequence[str]) -> str:
@@ -165,7 +172,51 @@ def _normalised(options: Options) -> dict[str, object]:
     return plain
 
 
-def _credentials(found: Mapping[str, object]) -> tuple[str, str, str | None] | None:
+def _provided(provider: object) -> dict[str, object]:
+    """What a person's own function says now. Its errors may quote a secret and are not repeated."""
+    if not callable(provider) or inspect.iscoroutinefunction(provider):
+        raise SettingsError(
+            "store option credential_provider must be a plain function without arguments that returns a dict "
+            "with access_key_id, secret_access_key and, if there is one, token",
+            option="credential_provider",
+        )
+    try:
+        answer = provider()
+    except Exception as error:
+        raise SettingsError(
+            f"the credential_provider of the store failed with {type(error).__name__}",
+            option="credential_provider",
+        ) from None
+    named = _normalised(answer) if isinstance(answer, Mapping) else {}
+    if not {"access_key_id", "secret_access_key"} <= named.keys():
+        raise SettingsError(
+            "the credential_provider of the store must return a dict with access_key_id, secret_access_key and, "
+            f"if there is one, token; it returned {type(answer).__name__}",
+            option="credential_provider",
+        )
+    return {name: named.get(name) for name in _CREDENTIALS}
+
+
+def _from_file(environ: Mapping[str, str]) -> dict[str, object]:
+    """The keys in the file that AWS_SHARED_CREDENTIALS_FILE names; nothing when it names none."""
+    path = environ.get("AWS_SHARED_CREDENTIALS_FILE")
+    if not path:
+        return {}
+    section = environ.get("AWS_PROFILE") or "default"
+    parser = ConfigParser(interpolation=None)
+    try:
+        with Path(path).open(encoding="utf-8") as lines:
+            parser.read_file(lines)
+        named = _normalised(dict(parser[section]))
+    except (OSError, ConfigParserError, UnicodeDecodeError, KeyError) as error:
+        raise SettingsError(
+            f"no credentials in section {section!r} of AWS_SHARED_CREDENTIALS_FILE={path}: {type(error).__name__}",
+            option="AWS_SHARED_CREDENTIALS_FILE",
+        ) from None
+    return {name: named[name] for name in _CREDENTIALS if name in named}
+
+
+def _credentials(found: Mapping[str, object]) -> Keys | None:
     key, secret = _text(found, "access_key_id"), _text(found, "secret_access_key")
     if key is None and secret is None:
         return None
