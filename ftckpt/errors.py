@@ -12,6 +12,7 @@
     │   ├── StoreFull
     │   ├── StoreUnavailable (ConnectionError)      retryable
     │   ├── StoreTimeout (TimeoutError)             retryable
+    │   ├── StoreGone (TimeoutError)
     │   └── UnsafeStore                             creates are not exclusive there
     ├── RunError
     │   ├── RunNotFound (FileNotFoundError)
@@ -112,6 +113,10 @@ class StoreTimeout(StoreError, TimeoutError):
     """No answer in time. The call may or may not have taken effect."""
 
     retryable = True
+
+
+class StoreGone(StoreError, TimeoutError):
+    """Nothing answered for as long as a save may wait: it is given up. Fact: ``silent_s``."""
 
 
 class UnsafeStore(StoreError):

@@ -8,12 +8,14 @@ stops training and is never silent.
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -23,7 +25,7 @@ import xxhash
 
 from ftckpt import codec, layout
 from ftckpt.attempts import check_fence, look
-from ftckpt.bounds import require_number
+from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Bases, Candidate, Codec, Rates, always
 from ftckpt.commit import Expected, Patience, abort, check_settled, failure, put_fragment, read_commit, settle
@@ -48,14 +50,17 @@ from ftckpt.meter import STAGES, Meter, Stage
 from ftckpt.plan.restore import Link, Saved, index_chunks
 from ftckpt.reader import read_fragments
 from ftckpt.snapshot import Snapshot
+from ftckpt.store import PulseStore
 from ftckpt.store.api import Buffer, ObjectStore
+from ftckpt.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
 class WriteSettings:
     """Bounds of a save. Packs are ``pack_bytes`` each, more for large shares, at most
     ``max_pack_bytes``; memory beyond the snapshot is about ``packs_in_flight`` + 2 packs, and the
-    codec's budget for bases.
+    codec's budget for bases. While ``backlog`` saves are under way the next one is waited for, but
+    not on a store that was silent for ``stall_s``.
     """
 
     codec: Codec = Codec()
@@ -65,12 +70,14 @@ class WriteSettings:
     encode_threads: int = 2
     patience: Patience = Patience()
     backlog: int = 2
+    stall_s: float = 15.0
 
     def __post_init__(self) -> None:
         for name in ("pack_bytes", "max_pack_bytes"):
             require_number(name, getattr(self, name), low=1, high=1 << 40, whole=True)
         for name in ("packs_in_flight", "encode_threads", "backlog"):
             require_number(name, getattr(self, name), low=1, high=1024, whole=True)
+        require_number("stall_s", self.stall_s, low=SHORTEST_S, high=DAY_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +164,9 @@ class Outcome:
     fenced: Fenced | None = None
 
 
+LOOK_EVERY_S = 1.0
+
+
 class SaveEngine:
     """Owns the background thread. ``submit`` from one thread; ``outcome`` from any."""
 
@@ -171,11 +181,11 @@ class SaveEngine:
         events: Events = silent,
         on_commit: Callable[[Commit], None] = lambda _commit: None,
     ) -> None:
-        self._store = store
         self._me = me
         self._parent = parent
         self._settings = settings
         self._clock = clock or SystemClock()
+        self._store = PulseStore(store, deadline_s=settings.patience.deadline_s, clock=self._clock)
         self._events = events
         self._on_commit = on_commit
         self._learned = Learned(
@@ -187,42 +197,58 @@ class SaveEngine:
         self._diverged: Diverged | None = None
         self._await: Position | None = None
         self._gone: frozenset[str] = frozenset()
-        self._jobs: queue.Queue[tuple[SaveJob, SaveHandle] | None] = queue.Queue()
-        self._waiting = 0
+        self._jobs: deque[tuple[SaveJob, SaveHandle]] = deque()
+        self._closing = False
         self._changed = threading.Condition()
         self._outcome = Outcome()
         self._thread: threading.Thread | None = None
+        self._current: tuple[SaveJob, SaveHandle] | None = None
 
     def start(self) -> None:
         """Begin working. The thread is no daemon: the process does not end with a save under way
         unless it is killed.
         """
-        self._thread = threading.Thread(target=self._run, name="ftckpt-save", daemon=False)
+        self._thread = threading.Thread(target=self._live, name="ftckpt-save", daemon=False)
         self._thread.start()
 
     @property
     def pending(self) -> int:
         """Saves submitted and not ended."""
-        return self._waiting
+        return len(self._jobs)
 
     def submit(self, job: SaveJob) -> SaveHandle:
         """Hand over a save; returns at once while fewer than ``backlog`` are under way.
 
-        Otherwise the store is slower than the saves come: waits until one has ended, up to the
-        deadline, and then gives the new one up for all participants.
+        Otherwise the store is slower than the saves come: waits until one has ended, but no longer than
+        the deadline, and not on a store that has gone silent: training goes on without it. The new save
+        is then given up for all participants.
         """
         handle = SaveHandle(job.expected.at.step)
         limit, deadline_s = self._settings.backlog, self._settings.patience.deadline_s
         with self._changed:
-            if self._waiting >= limit:
-                self._events(Event("save.waiting", {"step": handle.step, "under_way": self._waiting}))
-            if not self._changed.wait_for(lambda: self._waiting < limit, deadline_s):
-                trouble = f"{self._waiting} earlier saves have not ended after {deadline_s:g} s"
-                job.meter.fail("queued")
-                job = replace(job, snapshot=None, trouble=trouble)
-            self._waiting += 1
-        self._jobs.put((job, handle))
+            if len(self._jobs) >= limit:
+                self._events(Event("save.waiting", {"step": handle.step, "under_way": len(self._jobs)}))
+            end_s = time.monotonic() + deadline_s
+            while len(self._jobs) >= limit and time.monotonic() < end_s and not self._stalled:
+                self._changed.wait(min(deadline_s, LOOK_EVERY_S))
+            if len(self._jobs) >= limit:
+                job = self._given_up(job)
+            self._jobs.append((job, handle))
+            self._changed.notify_all()
         return handle
+
+    def _given_up(self, job: SaveJob) -> SaveJob:
+        silent = f"; the store has been silent for {self._store.silent_s:.0f} s" if self._stalled else ""
+        trouble = f"{len(self._jobs)} earlier saves have not ended{silent}"
+        self._events(Event("save.stalled", {"step": job.expected.at.step, "why": trouble}))
+        job.meter.fail("queued")
+        if job.snapshot is not None:
+            job.snapshot.close()
+        return replace(job, snapshot=None, trouble=trouble)
+
+    @property
+    def _stalled(self) -> bool:
+        return self._store.silent_s > self._settings.stall_s
 
     def lose(self, incarnations: frozenset[str]) -> None:
         """These writers are dead: shares of theirs that are missing will not come."""
@@ -252,15 +278,31 @@ class SaveEngine:
         """
         if self._thread is None:
             return
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(f"a save is still being written after {timeout_s} s")
-        self._thread = None
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        while (thread := self._thread) is not None:  # a thread that died is followed by another
+            thread.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            if thread.is_alive():
+                raise TimeoutError(f"a save is still being written after {timeout_s} s")
+
+    def _live(self) -> None:
+        """The thread. If it dies, of whatever, the save it was at fails and another thread goes on."""
+        try:
+            self._run()
+        except BaseException as error:
+            item, self._current = self._current, None
+            if item is not None:
+                self._failed(*item, error)
+            self.start()
+            self._events(Event("save.thread_died", {"error": first_line(error)[:500]}))
+        else:
+            self._thread = None
 
     def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, handle = item
+        while (item := self._next()) is not None:
+            self._current = job, handle = item
             try:
                 try:
                     commit = self._save(job)
@@ -268,31 +310,45 @@ class SaveEngine:
                     if job.snapshot is not None:
                         job.snapshot.close()
             except BaseException as error:
-                failure = Failure(handle.step, job.meter.failed_in or "settle", error)
-                with self._changed:
-                    self._outcome.failed_in_row += 0 if isinstance(error, Fenced) else 1
-                    self._outcome.failures.append(failure)
-                    if isinstance(error, Fenced):
-                        self._outcome.fenced = error
-                    self._waiting -= 1
-                    self._changed.notify_all()
-                self._events(
-                    Event(
-                        "save.failed",
-                        {"step": handle.step, "stage": failure.stage, "error": first_line(error)[:500]},
-                    )
-                )
-                handle._future.set_exception(error)  # noqa: SLF001 - the two are one thing
+                self._failed(job, handle, error)
             else:
-                with self._changed:
-                    self._outcome.last = commit
-                    self._outcome.failed_in_row = 0
-                    self._waiting -= 1
-                    self._changed.notify_all()
-                handle._future.set_result(commit)  # noqa: SLF001
+                self._ended(handle, commit)
+            self._current = None
+
+    def _next(self) -> tuple[SaveJob, SaveHandle] | None:
+        """The oldest save that has not ended, once there is one; ``None``: no more will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closing)
+            return self._jobs[0] if self._jobs else None
+
+    def _failed(self, job: SaveJob, handle: SaveHandle, error: BaseException) -> None:
+        failure = Failure(handle.step, job.meter.failed_in or "settle", error)
+        if self._ended(handle, failure):
+            told = {"step": handle.step, "stage": failure.stage, "error": first_line(error)[:500]}
+            self._events(Event("save.failed", told))
+
+    def _ended(self, handle: SaveHandle, became: Commit | Failure) -> bool:
+        """Tell everybody once what became of a save; false when they were told before."""
+        with self._changed:
+            if handle.done:
+                return False
+            if isinstance(became, Failure):
+                fenced = became.error if isinstance(became.error, Fenced) else None
+                self._outcome.failed_in_row += 0 if fenced else 1
+                self._outcome.failures.append(became)
+                self._outcome.fenced = fenced or self._outcome.fenced
+                handle._future.set_exception(became.error)  # noqa: SLF001 - the two are one thing
+            else:
+                self._outcome.last = became
+                self._outcome.failed_in_row = 0
+                handle._future.set_result(became)  # noqa: SLF001
+            self._jobs.popleft()
+            self._changed.notify_all()
+            return True
 
     def _save(self, job: SaveJob) -> Commit:
         meter = job.meter
+        self._store.begin()
         meter.add("queued", meter.age_s - meter.seconds("capture"))
         with meter.spent("prepare"):
             self._prepare(job)
@@ -422,13 +478,14 @@ class SaveEngine:
     def _reusable(self) -> Mapping[str, Sequence[Saved]]:
         """Chunks of the settled parent commit, by leaf."""
         if self._index is None:
-            self._index = {}
+            index: Mapping[str, Sequence[Saved]] = {}
             if self._parent is not None:
                 found = look_commit(self._store, self._parent)
                 fragments = read_fragments(self._store, found)
-                self._index = index_chunks(fragments)
+                index = index_chunks(fragments)
                 self._learned.packs.clear()
                 self._learned.packs.update((pack.key, pack.digest) for f in fragments for pack in f.packs)
+            self._index = index
         return self._index
 
 
@@ -486,7 +543,7 @@ def write_share(
     pack_bytes = max(settings.pack_bytes, min(settings.max_pack_bytes, share_bytes // 64))
     packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned, job.meter)
     chunks: dict[int, ChunkRecord] = {}
-    with ThreadPoolExecutor(settings.encode_threads, "ftckpt-encode") as pool, packs:
+    with Workers(settings.encode_threads, "ftckpt-encode") as pool, packs:
         for item in _encode_all(pool, snapshot, keys, known, settings, learned, job.meter):
             task = snapshot.tasks[item.number]
             if isinstance(item, _Known):
@@ -613,7 +670,7 @@ def may_extend(chunk: ChunkRecord, max_chain: int) -> bool:
 
 
 def _encode_all(
-    pool: ThreadPoolExecutor,
+    pool: Workers,
     snapshot: Snapshot,
     keys: Sequence[Key],
     known: Mapping[int, Saved],
@@ -660,9 +717,9 @@ def _encode_all(
             continue
         ahead.append(pool.submit(work, number))
         if len(ahead) > 2 * settings.encode_threads:
-            yield ahead.pop(0).result()
+            yield pool.result(ahead.pop(0))
     for future in ahead:
-        yield future.result()
+        yield pool.result(future)
 
 
 def _refer(saved: Saved, packs: _Packs) -> ChunkRecord:
@@ -716,7 +773,7 @@ class _Packs:
         self._store, self._at, self._me, self._meter = store, at, me, meter
         self._rates, self._digests = learned.rates, learned.packs
         self._pack_bytes = pack_bytes
-        self._pool = ThreadPoolExecutor(in_flight, "ftckpt-put")
+        self._pool = Workers(in_flight, "ftckpt-put")
         self._slots = threading.BoundedSemaphore(in_flight)
         self.referred = 0
         """Packs of earlier steps that were referred to."""
@@ -730,8 +787,10 @@ class _Packs:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_exc: object) -> None:
-        self._pool.shutdown(wait=True)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.__exit__(kind, error, trace)
 
     def refer(self, key: str, size: int) -> int:
         """The number of a pack that an earlier step wrote."""
@@ -769,7 +828,7 @@ class _Packs:
         for base in sorted(self._open):
             self._flush(base)
         for put in self._puts:
-            put.result()
+            self._pool.result(put)
         return tuple(self._refs)
 
     def _flush(self, base: bool) -> None:
@@ -781,7 +840,7 @@ class _Packs:
             if put.done():
                 put.result()
         with self._meter.spent("put_wait"):
-            self._slots.acquire()
+            self._pool.acquire(self._slots)
         self._puts.append(self._pool.submit(self._put, key, pack))
 
     def _put(self, key: str, pack: _Open) -> None:

@@ -496,13 +496,16 @@ class Session:
         return stop
 
     def _owed_now(self) -> bool:
-        """A save failed: make up for it at once, where all participants know that they all will."""
+        """A save failed: make up for it once no other is under way, where all participants know that they
+        all will.
+        """
+        idle = self._inside().engine.pending == 0
         if self._group is not None:
             agreed = "save" in self._group.agreed and bool(self._group.last_vote)
-            if self._at.owed and not agreed:
+            if self._at.owed and idle and not agreed:
                 self._group.wish("save")
             return agreed
-        return self._at.owed and self._inside().ranks.world == 1
+        return self._at.owed and idle and self._inside().ranks.world == 1
 
     def _should_stop(self, step: int) -> bool:
         if self._group is not None:

@@ -7,6 +7,7 @@ from ftckpt.store.limit import LimitStore
 from ftckpt.store.local import LocalStore
 from ftckpt.store.opening import open_store
 from ftckpt.store.probe import probe
+from ftckpt.store.pulse import PulseStore
 from ftckpt.store.retry import RetryStore
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "LocalStore",
     "ObjectInfo",
     "ObjectStore",
+    "PulseStore",
     "RetryStore",
     "open_store",
     "probe",
