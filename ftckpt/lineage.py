@@ -60,6 +60,20 @@ def reach(view: View, newest: int | None = None) -> dict[int, int | None]:
     return bounds
 
 
+def trained(view: View, before: int) -> tuple[int, int]:
+    """How many attempts before attempt ``before`` began, and how many steps they trained as far as their
+    commits tell, collected ones included.
+    """
+    began = {
+        attempt: parent.step if parent else 0 for attempt, parent in view.starts.items() if attempt < before
+    }
+    newest = dict(began)
+    for at in view.commits | view.collected:
+        if at.attempt in newest:
+            newest[at.attempt] = max(newest[at.attempt], at.step)
+    return len(began), sum(newest[attempt] - began[attempt] for attempt in began)
+
+
 def on_lineage(
     view: View, among: Collection[Position] | None = None, newest: int | None = None
 ) -> list[Position]:

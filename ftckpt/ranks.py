@@ -24,7 +24,7 @@ START_TIMEOUT_S = 300.0
 
 
 class Ranks(Protocol):
-    """Everybody who entered the same session. All calls but ``stop_at`` are collective."""
+    """Everybody who entered the same session. Only ``gather`` is collective."""
 
     @property
     def rank(self) -> int: ...
@@ -38,8 +38,16 @@ class Ranks(Protocol):
 
     def stop_at(self, step: int | None) -> int | None:
         """Say that the job should stop after ``step`` (``None``: say nothing); returns the step that
-        it was first told to stop after, if any. Not collective.
+        it was first told to stop after, if any.
         """
+        ...
+
+    def post(self, note: str) -> None:
+        """Let every rank find this note from now on."""
+        ...
+
+    def posted(self, note: str) -> bool:
+        """Whether any rank posted it."""
         ...
 
 
@@ -51,6 +59,7 @@ class One:
 
     def __init__(self) -> None:
         self._stop: int | None = None
+        self._notes: set[str] = set()
 
     def gather(self, mine: bytes) -> list[bytes]:
         return [mine]
@@ -59,6 +68,12 @@ class One:
         if self._stop is None:
             self._stop = step
         return self._stop
+
+    def post(self, note: str) -> None:
+        self._notes.add(note)
+
+    def posted(self, note: str) -> bool:
+        return note in self._notes
 
 
 class Gang:
@@ -87,6 +102,12 @@ class Gang:
         if step is not None:
             return int(self._store.compare_set("stop", "", str(step)))
         return int(self._store.get("stop")) if self._store.check(["stop"]) else None
+
+    def post(self, note: str) -> None:
+        self._store.set(f"note {note}", "")
+
+    def posted(self, note: str) -> bool:
+        return bool(self._store.check([f"note {note}"]))
 
 
 def ranks_here(world: int) -> Ranks:

@@ -161,6 +161,8 @@ class Outcome:
     last: Commit | None = None
     failed_in_row: int = 0
     failures: list[Failure] = field(default_factory=list)
+    durable_s: list[float] = field(default_factory=list)
+    """Of saves that became readable: how long after they were asked for."""
     fenced: Fenced | None = None
 
 
@@ -264,10 +266,10 @@ class SaveEngine:
         self._index = None
 
     def outcome(self) -> Outcome:
-        """What became of the saves since the last call; failures are handed out once."""
+        """What became of the saves since the last call; failures and times are handed out once."""
         with self._changed:
             now = replace(self._outcome)
-            self._outcome.failures = []
+            self._outcome.failures, self._outcome.durable_s = [], []
         return now
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -312,7 +314,7 @@ class SaveEngine:
             except BaseException as error:
                 self._failed(job, handle, error)
             else:
-                self._ended(handle, commit)
+                self._ended(handle, commit, job.meter.age_s)
             self._current = None
 
     def _next(self) -> tuple[SaveJob, SaveHandle] | None:
@@ -327,7 +329,7 @@ class SaveEngine:
             told = {"step": handle.step, "stage": failure.stage, "error": first_line(error)[:500]}
             self._events(Event("save.failed", told))
 
-    def _ended(self, handle: SaveHandle, became: Commit | Failure) -> bool:
+    def _ended(self, handle: SaveHandle, became: Commit | Failure, age_s: float = 0.0) -> bool:
         """Tell everybody once what became of a save; false when they were told before."""
         with self._changed:
             if handle.done:
@@ -340,6 +342,7 @@ class SaveEngine:
                 handle._future.set_exception(became.error)  # noqa: SLF001 - the two are one thing
             else:
                 self._outcome.last = became
+                self._outcome.durable_s.append(age_s)
                 self._outcome.failed_in_row = 0
                 handle._future.set_result(became)  # noqa: SLF001
             self._jobs.popleft()

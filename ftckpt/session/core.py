@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from ftckpt.begin import OnEmpty
 from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.capture import Fences, LiveLeaf, capture
+from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience
 from ftckpt.elastic.launch import Launch, open_status
@@ -35,6 +36,7 @@ from ftckpt.manifest import Commit, Guarantee, Position
 from ftckpt.membership import Membership, alone
 from ftckpt.meter import Meter
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
+from ftckpt.policy import SaveEvery, parse
 from ftckpt.ranks import Ranks, agree, ranks_here, together
 from ftckpt.retention import Keep
 from ftckpt.session.exactness import exactness
@@ -42,6 +44,7 @@ from ftckpt.session.heal import LiveState
 from ftckpt.session.inside import Inside
 from ftckpt.session.joining import INTERNAL, Joining, Restored
 from ftckpt.session.once import is_step
+from ftckpt.session.pace import Pace
 from ftckpt.session.settings import Members, Settings
 from ftckpt.session.stop import StopSignal
 from ftckpt.snapshot import StagingPool
@@ -75,7 +78,11 @@ class Session:
 
     Args:
         uri: a folder or bucket address; see ``ftckpt.store.open_store``.
-        save_every: save after every that many steps; ``None``: only the first, the last, and when asked.
+        save_every: save after every that many steps; or, after that many seconds (``"90s"``, ``"15m"``, a
+            ``timedelta``); ``"continuous"``: at the first boundary after the last save is readable;
+            ``"auto"``: at the interval that loses least time, from what saves cost and how often this
+            job fails (``mtbf_s``, or what the run's attempts show), told as ``save.interval``;
+            ``None``: only the first, the last, and when asked.
         keep: how many commits to keep (an int, a ``Keep``, or ``None`` for all).
         on_empty: what to do when the run has no commit at all: ``"start"`` from nothing, or ``"error"``.
         step: go on from this step instead of the newest.
@@ -84,6 +91,7 @@ class Session:
         max_failed_saves: raise at a boundary after that many failed saves in a row; ``None``: never.
         store_options: settings of the store; ``AWS_*`` variables otherwise.
         events: who hears what happens; the standard logger ``ftckpt`` otherwise.
+        clock: tells the time for ``save_every`` and for what saves and steps are measured to take.
 
     Raises on entering: ``RunNotFound``/``NoCommit`` (with ``on_empty="error"``), ``StepNotFound``,
     ``CorruptError``, ``StateMismatch``, ``RestoreIncomplete``, ``UnsupportedValue``,
@@ -95,7 +103,8 @@ class Session:
         uri: str | os.PathLike[str],
         state: Mapping[str, object],
         *,
-        save_every: int | None = None,
+        save_every: SaveEvery = None,
+        mtbf_s: float | None = None,
         keep: int | Keep | None = 3,
         on_empty: OnEmpty = "start",
         step: int | None = None,
@@ -118,6 +127,7 @@ class Session:
         events: Events = to_logging,
         store: ObjectStore | None = None,
         launch: Launch | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if INTERNAL in state:
             raise SettingsError(
@@ -125,7 +135,8 @@ class Session:
             )
         self.state = state
         self.settings = Settings(
-            save_every=save_every,
+            save_every=parse(save_every),
+            mtbf_s=mtbf_s,
             keep=keep if isinstance(keep, Keep) else Keep(last=keep),
             on_empty=on_empty,
             step=step,
@@ -158,6 +169,7 @@ class Session:
         self._launch = launch or (replica_group.launch if replica_group else Launch.from_env())
         self._events = events
         self._at = _Progress()
+        self._clock = clock or SystemClock()
         self._stop = StopSignal()
         self._entered: Inside | None = None
 
@@ -195,7 +207,9 @@ class Session:
         self._inside()
         while self.finished_step < until:
             step = self.finished_step + 1
+            self._inside().pace.step_begins(under_way=self._under_way())
             yield step
+            self._inside().pace.step_ended()
             passed = self._group.last_vote if self._group else True
             if passed:
                 self._finish(self.finished_step if self._group else step)
@@ -235,7 +249,7 @@ class Session:
                 last=last,
             )
         self._finish(max(self._at.finished, step))
-        expected, meter = self._expected(step), Meter()
+        expected, meter = self._expected(step), Meter(self._clock.now_s)
         try:
             with meter.spent("capture"):
                 job = self._job(expected, meter)
@@ -245,6 +259,7 @@ class Session:
                 self._at.saved = step
             raise
         handle = inside.engine.submit(job)
+        inside.pace.saved(meter.age_s)
         self._at.saved, self._at.handle, self._at.owed = step, handle, False
         if self._group is not None:
             self._group.register_save(step)
@@ -315,7 +330,10 @@ class Session:
             on_commit=self._committed,
         )
         pool = StagingPool(self.settings.staging_bytes)
-        inside = Inside(store, ranks, attempt, me, engine, self.settings, self._events, pool)
+        pace = Pace(
+            self.settings.save_every, self._clock, self._events, self.settings.mtbf_s, joining.ends(attempt)
+        )
+        inside = Inside(store, ranks, attempt, me, engine, self.settings, self._events, pool, pace)
         self._entered = inside
         engine.start()
         if self.settings.stage == "lazy":
@@ -476,6 +494,8 @@ class Session:
             self._events(Event("session.save_failed", told))
             if isinstance(failure.error, SaveError):
                 self._at.owed = True
+        for seconds in outcome.durable_s:
+            inside.pace.durable(seconds)
         if outcome.fenced is not None:
             raise outcome.fenced
         limit = settings.max_failed_saves
@@ -490,22 +510,35 @@ class Session:
         stop = self._should_stop(step)
         if self._at.saved is not None and step <= self._at.saved:
             return stop
-        due = settings.save_every is not None and step % settings.save_every == 0
-        if due or self._owed_now():
+        if self._due(step):
             self.save(step)
         return stop
 
-    def _owed_now(self) -> bool:
-        """A save failed: make up for it once no other is under way, where all participants know that they
-        all will.
+    def _due(self, step: int) -> bool:
+        """Whether all participants save now. Step numbers they all see alike. What clocks say, and that
+        a failed save is owed, is told first, so that all save after the next step; alone, at once.
         """
-        idle = self._inside().engine.pending == 0
+        inside, policy = self._inside(), self.settings.save_every
+        asks = not policy.measures_time or inside.ranks.rank == 0
+        due = asks and inside.pace.due(step, under_way=self._under_way())
+        if due and not policy.measures_time:
+            return True
+        wanted = due or (self._at.owed and not self._under_way())
         if self._group is not None:
             agreed = "save" in self._group.agreed and bool(self._group.last_vote)
-            if self._at.owed and idle and not agreed:
+            if wanted and not agreed:
                 self._group.wish("save")
             return agreed
-        return self._at.owed and idle and self._inside().ranks.world == 1
+        if inside.ranks.world == 1:
+            return wanted
+        called = inside.ranks.posted(f"save {inside.attempt} {step}")
+        if wanted and not called:
+            inside.ranks.post(f"save {inside.attempt} {step + 1}")
+        return called
+
+    def _under_way(self) -> bool:
+        """Whether a save is: the last one is the last to end."""
+        return self._at.handle is not None and not self._at.handle.done
 
     def _should_stop(self, step: int) -> bool:
         if self._group is not None:

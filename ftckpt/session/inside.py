@@ -21,6 +21,7 @@ from ftckpt.meter import Meter
 from ftckpt.plan.assign import ChunkTask
 from ftckpt.ranks import Ranks
 from ftckpt.retention import Keep
+from ftckpt.session.pace import Pace
 from ftckpt.session.settings import Settings
 from ftckpt.snapshot import Live, Snapshot, StagingPool, stage
 from ftckpt.sources import Rings
@@ -49,6 +50,7 @@ class Inside:
     settings: Settings
     events: Events
     pool: StagingPool
+    pace: Pace
     rings: Rings = field(default_factory=Rings)
     live: list[_Streaming] = field(default_factory=list)
     saving: threading.Lock = field(default_factory=threading.Lock)

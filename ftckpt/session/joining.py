@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ftckpt.attempts import adopt, find_run, read_start
+from ftckpt.attempts import adopt, find_run, look, read_start
 from ftckpt.begin import Begun, begin, this_process
 from ftckpt.capture import reseed
 from ftckpt.elastic.launch import Launch
 from ftckpt.errors import ObjectNotFound, SettingsError
 from ftckpt.events import Event, Events
+from ftckpt.lineage import trained
 from ftckpt.manifest import Commit, Ref
+from ftckpt.policy import Ends
 from ftckpt.ranks import Ranks, tell, together
 from ftckpt.restoring import read_ref, restore_into
 from ftckpt.session.exactness import exactness
@@ -107,6 +109,15 @@ class Joining:
             events=self.events,
         )
         return begun.claim.attempt
+
+    def ends(self, attempt: int) -> Ends:
+        """How often this job ended before, where the policy asks; a collective of the ranks."""
+        found = Ends(0, 0)
+        if self.settings.save_every.kind == "auto" and self.settings.mtbf_s is None:
+            with together(self.ranks, "counting earlier attempts"):
+                if self.ranks.rank == 0:
+                    found = Ends(*trained(look(self.store).view, attempt))
+        return found
 
     def restore(self, state: Mapping[str, object], attempt: int) -> Restored | None:
         """Overwrite ``state`` with exactly what this attempt's start names; ``None``: it begins from

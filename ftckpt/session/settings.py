@@ -15,16 +15,17 @@ from ftckpt.layout import MAX_STEP
 from ftckpt.manifest import MAX_CHUNK_BYTES
 from ftckpt.membership import Membership
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES
+from ftckpt.policy import Policy
 from ftckpt.retention import Keep
 from ftckpt.slots import Turn
 
 _NUMBERS: dict[str, tuple[float, float, bool, bool]] = {
-    "save_every": (1, MAX_STEP, True, True),
     "step": (0, MAX_STEP, True, True),
     "chunk_bytes": (1, MAX_CHUNK_BYTES, True, False),
     "staging_bytes": (1, 1 << 50, True, True),
     "max_failed_saves": (1, 1 << 30, True, True),
     "run_seed": (-(1 << 63), (1 << 63) - 1, True, False),
+    "mtbf_s": (SHORTEST_S, 365 * DAY_S, False, True),
     "deadline_s": (SHORTEST_S, DAY_S, False, False),
     "fence_deadline_s": (SHORTEST_S, DAY_S, False, False),
 }
@@ -35,7 +36,8 @@ _NUMBERS: dict[str, tuple[float, float, bool, bool]] = {
 class Settings:
     """Everything about a session that is not its address or its state; the same on all ranks."""
 
-    save_every: int | None = None
+    save_every: Policy = Policy()
+    mtbf_s: float | None = None
     keep: Keep = Keep()
     on_empty: OnEmpty = "start"
     step: int | None = None
@@ -55,6 +57,13 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (low, high, whole, optional) in _NUMBERS.items():
             require_number(name, getattr(self, name), low=low, high=high, whole=whole, optional=optional)
+        if self.mtbf_s is not None and self.save_every.kind != "auto":
+            raise SettingsError(
+                f'SettingsError: mtbf_s={self.mtbf_s!r} has no meaning without save_every="auto"\n'
+                "  the other policies do not depend on how often a job fails; nothing was changed",
+                setting="mtbf_s",
+                found=self.mtbf_s,
+            )
         if self.on_empty not in ("start", "error"):
             raise SettingsError(
                 f'SettingsError: on_empty={self.on_empty!r} has no meaning; give "start" or "error"',

@@ -45,6 +45,8 @@ class GRPOAdapter:
             "run_seed": trainer.config.seed,
             "derives_seeds": True,
         }
+        if trainer.config.mtbf_s:
+            settings["mtbf_s"] = trainer.config.mtbf_s
         if not isinstance(trainer.group, Alone):
             settings["replica_group"] = trainer.group
         return settings

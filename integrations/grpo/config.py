@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from ftckpt.errors import SettingsError
+from ftckpt.policy import parse as parse_save_every
 
 TaskOptions = tuple[tuple[str, Any], ...]
 
@@ -59,15 +60,21 @@ class GRPOConfig:
     warmup_sft_steps: int = _flag(150, "supervised steps before the run, from which the reference is taken")
     device: str = _flag("cpu", "torch device of the models")
     out: str = _flag("", "folder for metrics.jsonl; empty: no file")
-    save_every: int = _flag(20, "steps between checkpoints")
+    save_every: int | str = _flag(
+        20, "steps between checkpoints; or a time (90s, 15m, 1.5h), continuous, or auto"
+    )
+    mtbf_s: float = _flag(
+        0.0, "expected seconds between failures, for --save-every auto; 0: what the run's attempts show"
+    )
     keep: int = _flag(3, "checkpoints to retain")
 
     def __post_init__(self) -> None:
         self._positive(
             "task_size", "slots", "prompts_per_step", "prompt_tokens", "answer_tokens", "num_iterations"
         )
-        self._positive("temperature", "lr", "critic_lr", "clip", "grad_clip", "save_every", "keep")
-        self._not_negative("steps", "warmup_steps", "weight_decay", "kl_coef", "warmup_sft_steps")
+        self._positive("temperature", "lr", "critic_lr", "clip", "grad_clip", "keep")
+        self._not_negative("steps", "warmup_steps", "weight_decay", "kl_coef", "warmup_sft_steps", "mtbf_s")
+        parse_save_every(self.save_every)
         if self.slots & (self.slots - 1):
             raise SettingsError(
                 f"--slots {self.slots} is not a power of two\n"
@@ -167,7 +174,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 help=text,
             )
         else:
-            kind = parse_task_options if item.name == "task_options" else kinds[item.name]
+            kind = {"task_options": parse_task_options, "save_every": steps_or_words}.get(
+                item.name, kinds[item.name]
+            )
             parser.add_argument(_option(item.name), type=kind, default=argparse.SUPPRESS, help=text)
 
 
@@ -206,6 +215,11 @@ def parse_task_options(text: str) -> TaskOptions:
         else:
             raise argparse.ArgumentTypeError(f"{part!r} is not name=value")
     return tuple((name, _value(value)) for name, _, value in (pair.partition("=") for pair in pairs))
+
+
+def steps_or_words(text: str) -> int | str:
+    """A number of steps, or the words of another policy."""
+    return int(text) if text.lstrip("-").isdecimal() else text
 
 
 def _value(text: str) -> Any:
