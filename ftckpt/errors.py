@@ -41,6 +41,7 @@
     ├── SettingsError (ValueError)
     │   └── SettingsDiffer              ranks were given different settings
     ├── NotEntered (RuntimeError)       a session was used outside of its ``with``
+    ├── ExtraMissing (ImportError)      an optional package is not installed
     └── MembershipError (RuntimeError)
 
 A message says what was being done, to what, what was found, what is still safe and what to do
@@ -229,6 +230,10 @@ class SettingsDiffer(SettingsError):
 
 class NotEntered(FtckptError, RuntimeError):
     """A session was used before it was entered, or after it was left."""
+
+
+class ExtraMissing(FtckptError, ImportError):
+    """An optional package is not installed. Fact: ``extra``, which brings it."""
 
 
 class MembershipError(FtckptError, RuntimeError):

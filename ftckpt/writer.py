@@ -326,8 +326,8 @@ class SaveEngine:
     def _failed(self, job: SaveJob, handle: SaveHandle, error: BaseException) -> None:
         failure = Failure(handle.step, job.meter.failed_in or "settle", error)
         if self._ended(handle, failure):
-            told = {"step": handle.step, "stage": failure.stage, "error": first_line(error)[:500]}
-            self._events(Event("save.failed", told))
+            told = {"step": handle.step, "stage": failure.stage, "total_s": job.meter.age_s}
+            self._events(Event("save.failed", {**told, "error": first_line(error)[:500]}))
 
     def _ended(self, handle: SaveHandle, became: Commit | Failure, age_s: float = 0.0) -> bool:
         """Tell everybody once what became of a save; false when they were told before."""
