@@ -4,6 +4,7 @@
 #   make test                                        the tests
 #   make check                                       linters, types, import contract
 #   make stress                                      the long random repetitions
+#   make bench-save [ARGS=--quick]                   what a save costs, beside others and the machine's limits
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 JOBS ?= 2
@@ -20,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test stress check format wheel pins clean
+.PHONY: help venv demo test stress bench-save check format wheel pins clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,6 +46,10 @@ test: $(READY)
 
 stress: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) -m stress $(ARGS)
+
+bench-save: $(READY)
+	@$(BIN)/python -m pip install --quiet --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.save $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check
