@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     planned = [
         c for c in cases(size_bytes, quick=told.quick) if not told.only or any(o in c.name for o in told.only)
     ]
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)
     results: dict[str, list[Numbers]] = {case.name: [] for case in planned}
     errors: dict[str, str] = {}
     folder = Path(tempfile.mkdtemp(prefix="ftckpt-bench-", dir=told.folder))
@@ -106,7 +106,8 @@ def _run(
         console.print("failed", style="red")
         console.print(str(error), markup=False, highlight=False)
     else:
-        console.print(f"{time.monotonic() - begun_s:.1f} s")
+        told = " ".join(f"{key}={value:.6g}" for key, value in results[case.name][-1].items())
+        console.print(f"{time.monotonic() - begun_s:.1f} s: {told}", highlight=False)
     finally:
         if not place.is_s3:
             shutil.rmtree(place.uri, ignore_errors=True)
