@@ -35,6 +35,8 @@ from ftckpt.manifest import (
     Position,
     Ref,
     RunRecord,
+    Saving,
+    Staging,
     Start,
     decode,
     digest_of,
@@ -42,7 +44,7 @@ from ftckpt.manifest import (
 )
 from ftckpt.store.api import ObjectStore
 
-R = TypeVar("R", RunRecord, Claim, Start, Commit, Pin, Intent)
+R = TypeVar("R", RunRecord, Claim, Start, Commit, Pin, Intent, Saving, Staging)
 _READ_BACKS = 5
 
 
@@ -328,7 +330,14 @@ def adopt(carried: Sequence[int | None]) -> int | None:
 
 
 def pin(
-    store: ObjectStore, pin_id: str, at: Position, kind: PinKind, holder: str, *, by_attempt: int = 0
+    store: ObjectStore,
+    pin_id: str,
+    at: Position,
+    kind: PinKind,
+    holder: str,
+    *,
+    by_attempt: int = 0,
+    by_step: int = 0,
 ) -> bool:
     """Pin a commit, then look for collectors that are about to delete it.
 
@@ -346,6 +355,7 @@ def pin(
         kind=kind,
         holder=holder,
         by_attempt=by_attempt,
+        by_step=by_step,
     )
     key = layout.pin_key(pin_id)
     body = encode(record)

@@ -34,10 +34,11 @@ from ftckpt.attempts import (
     start,
     unpin,
 )
+from ftckpt.commit import abort
 from ftckpt.errors import CorruptError, NoCommit, ObjectDamaged, ObjectNotFound, RunNotFound, StepNotFound
 from ftckpt.events import Event, Events, silent
 from ftckpt.layout import start_key
-from ftckpt.manifest import Claim, Commit, Ref, Start
+from ftckpt.manifest import Claim, Commit, Position, Ref, Start
 from ftckpt.reader import check_commit, verify_commit
 from ftckpt.store.api import ObjectStore
 from ftckpt.store.probe import probe
@@ -240,9 +241,15 @@ def _pinned_parent(
 
 
 def release_older_pins(store: ObjectStore, attempt: int) -> None:
-    """Starts of older attempts hold nothing any more once a newer one began."""
+    """Starts and agents of older attempts hold nothing any more once a newer one began.
+
+    A slow agent may still be at work: its step is settled before its pin goes, so that it cannot
+    commit what nothing protects.
+    """
     for found in read_pins(store):
-        if found.kind == "start" and found.by_attempt < attempt:
+        if found.kind in ("start", "agent") and found.by_attempt < attempt:
+            if found.kind == "agent":
+                abort(store, Position(found.by_step, found.by_attempt), f"attempt {attempt} goes on")
             unpin(store, found.pin)
 
 

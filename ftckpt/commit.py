@@ -106,7 +106,7 @@ def read_commit(store: ObjectStore, at: Position) -> tuple[Commit, Ref] | None:
 def abort(store: ObjectStore, at: Position, reason: str) -> tuple[Commit, Ref]:
     """Give a step up, unless it was settled before: returns what its key holds now."""
     reason = reason[:2000] or "given up"
-    return _create(store, Commit(format=FORMAT, attempt=at.attempt, step=at.step, aborted=reason))
+    return create_commit(store, Commit(format=FORMAT, attempt=at.attempt, step=at.step, aborted=reason))
 
 
 def gather(store: ObjectStore, expected: Expected) -> dict[Writer, tuple[Fragment, FragmentRef]]:
@@ -281,7 +281,7 @@ def settle(
                 found = gather(store, expected)
                 missing = [writer for writer in expected.writers if writer not in found]
                 if not missing or any(fragment.failure for fragment, _ in found.values()):
-                    created = _create(store, build(expected, found))
+                    created = create_commit(store, build(expected, found))
                     _check_adoption(store, created[0], me, mine)
                     return created
                 dead = [writer for writer in missing if writer.incarnation in lost]
@@ -326,7 +326,7 @@ def _check_adoption(store: ObjectStore, record: Commit, me: Writer, mine: Fragme
         )
 
 
-def _create(store: ObjectStore, record: Commit) -> tuple[Commit, Ref]:
+def create_commit(store: ObjectStore, record: Commit) -> tuple[Commit, Ref]:
     return decode_commit(record.at, create_owned(store, layout.commit_key(record.at), encode(record)))
 
 

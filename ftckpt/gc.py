@@ -32,10 +32,14 @@ class Collected:
 
 
 def choose_victims(
-    seen: View, pins: Collection[Pin], keep: Keep, abandoned: bool = False
+    seen: View,
+    pins: Collection[Pin],
+    keep: Keep,
+    abandoned: bool = False,
+    owed: Collection[Position] = (),
 ) -> frozenset[Position]:
-    """Commits to collect: on the lineage and not retained, pinned or newest; with ``abandoned``
-    also those off the lineage. Pure.
+    """Commits to collect: on the lineage and not retained, pinned, ``owed`` to a far store or newest;
+    with ``abandoned`` also those off the lineage. Pure.
     """
     lineage = on_lineage(seen)
     pinned = {Position(pin.step, pin.attempt) for pin in pins}
@@ -43,7 +47,7 @@ def choose_victims(
     victims = set(lineage) - kept
     if abandoned:
         victims |= set(orphans(seen)) - pinned
-    return frozenset(at for at in victims if at.attempt <= seen.newest_start)
+    return frozenset(at for at in victims.difference(owed) if at.attempt <= seen.newest_start)
 
 
 def is_settled(at: Position, seen: View) -> bool:
@@ -77,13 +81,13 @@ def collect(
         GcStopped: a kept record does not read. Nothing was deleted.
     """
     seen = look(store)
-    victims = choose_victims(seen.view, read_pins(store), keep, abandoned)
+    victims = choose_victims(seen.view, read_pins(store), keep, abandoned, owed(store))
     declared = not dry_run and bool(victims)
     if declared:
         intent = Intent(intent=intent_id, victims=tuple(sorted((at.step, at.attempt) for at in victims)))
         create_owned(store, layout.intent_key(intent_id), encode(intent))
     seen = look(store)
-    victims &= choose_victims(seen.view, read_pins(store), keep, abandoned)
+    victims &= choose_victims(seen.view, read_pins(store), keep, abandoned, owed(store))
     kept = seen.view.readable - victims
     try:
         needed = _needed(store, seen, kept)
@@ -122,6 +126,19 @@ def collect(
         objects=tuple(doomed),
         freed_bytes=freed_bytes,
     )
+
+
+def owed(store: ObjectStore) -> list[Position]:
+    """Steps of a tier that its far store has not settled yet, oldest attempt and step first; of any other
+    store, none. Whatever a look showed before was owed from before its commit on.
+    """
+    found = {
+        at
+        for prefix in (layout.SAVES, layout.STAGED)
+        for info in store.scan(prefix)
+        if (at := layout.parse_position(info.key)) is not None
+    }
+    return sorted(found, key=lambda at: (at.attempt, at.step))
 
 
 def _needed(store: ObjectStore, seen: Look, kept: Collection[Position]) -> set[str]:

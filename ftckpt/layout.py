@@ -22,6 +22,8 @@ LOG = "log"
 PINS = "pins"
 GC = "gc"
 PROBES = "probes"
+SAVES = "saves"
+STAGED = "staged"
 
 MAX_STEP = 10**12 - 1
 MAX_ATTEMPT = 10**6 - 1
@@ -29,7 +31,7 @@ MAX_ATTEMPT = 10**6 - 1
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _WRITER = re.compile(r"([A-Za-z0-9_-]{1,64})\.(0|[1-9][0-9]{0,5})\.([0-9a-f]{32})")
 _COMMIT = re.compile(r"(?:commits|collected)/([0-9]{12})-([0-9]{6})")
-_POSITION = re.compile(r"(?:packs|fragments|log)/([0-9]{6})/([0-9]{12})/(.+)")
+_POSITION = re.compile(r"(?:packs|fragments|log|saves|staged)/([0-9]{6})/([0-9]{12})/(.+)")
 _NUMBERED = re.compile(r"(?:attempts|starts)/([0-9]{6})")
 
 
@@ -77,6 +79,14 @@ def fragment_prefix(at: Position) -> str:
     return f"{FRAGMENTS}/{at.attempt:06d}/{at.step:012d}"
 
 
+def save_key(at: Position, writer: Writer) -> str:
+    return f"{SAVES}/{at.attempt:06d}/{at.step:012d}/{writer}"
+
+
+def staged_key(at: Position, writer: Writer) -> str:
+    return f"{STAGED}/{at.attempt:06d}/{at.step:012d}/{writer}"
+
+
 def commit_key(at: Position) -> str:
     return f"{COMMITS}/{at.step:012d}-{at.attempt:06d}"
 
@@ -108,12 +118,12 @@ def parse_commit(key: str) -> Position | None:
 
 
 def parse_position(key: str) -> Position | None:
-    """The position that a pack, a fragment or a log object belongs to."""
+    """The position that a pack, a fragment, a log object or a note of a tier belongs to."""
     match = _POSITION.fullmatch(key)
     return Position(int(match[2]), int(match[1])) if match and int(match[1]) else None
 
 
 def parse_writer(key: str) -> Writer | None:
-    """The writer of a fragment key."""
+    """The writer of a fragment key, or of a note in a tier."""
     match = _WRITER.fullmatch(key.rpartition("/")[2])
     return Writer(match[1], int(match[2]), match[3]) if match else None

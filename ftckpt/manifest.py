@@ -1,6 +1,6 @@
 """The durable schema, format 1: every record that ftckpt writes, and how its bytes are sealed.
 
-Small records are JSON, fragments are msgpack; both are msgspec structs, so decoding validates.
+Small records are JSON, fragments and stagings are msgpack; both are msgspec structs, so decoding validates.
 Unknown fields are ignored; a change of meaning is a new major format. Every record ends with a line
 that holds the digest of all bytes before it, so a record proves its own bytes.
 
@@ -253,7 +253,11 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """``pins/<id>``: do not collect this commit. ``kind`` start, tip and agent pins do not expire."""
+    """``pins/<id>``: do not collect this commit. ``kind`` start, tip and agent pins do not expire.
+
+    ``by_attempt`` is the attempt that holds it; an agent holds it until step ``by_step`` of that
+    attempt is settled.
+    """
 
     pin: str
     step: int
@@ -261,6 +265,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     kind: PinKind
     holder: str
     by_attempt: int = 0
+    by_step: int = 0
 
 
 class Intent(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,8 +275,55 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     victims: tuple[tuple[int, int], ...]
 
 
-Record = RunRecord | Claim | Start | Fragment | Commit | Tombstone | Pin | Intent
-R = TypeVar("R", RunRecord, Claim, Start, Fragment, Commit, Tombstone, Pin, Intent)
+class Saving(msgspec.Struct, frozen=True, kw_only=True):
+    """``saves/<n>/<step>/<writer>``, in a tier only: a save has begun there, and the far store has not
+    settled its step yet.
+
+    ``writers`` are all who write the step. ``shared``: all of them do it in this tier, so the step
+    is settled here first. ``keep_last`` and ``keep_every`` are what the far store is to retain.
+    """
+
+    format: int
+    attempt: int
+    step: int
+    writer: str
+    quorum: int
+    members: str
+    writers: tuple[str, ...]
+    parent: Ref | None
+    shared: bool = True
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+
+class StagedSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Elements ``start`` up to ``stop`` of the one box of leaf number ``leaf`` lie raw in the writer's
+    staging file from byte ``at`` on.
+    """
+
+    leaf: int
+    start: int
+    stop: int
+    at: int
+    raw: bytes
+
+
+class Staging(msgspec.Struct, frozen=True, kw_only=True):
+    """``staged/<n>/<step>/<writer>``, in a tier only: what a writer's share consists of, while its
+    fragment is not there: in durable packs (``partial``, which names no parent) and in its staging file.
+    """
+
+    format: int
+    partial: Fragment
+    spans: tuple[StagedSpan, ...]
+    writers: tuple[str, ...]
+    shared: bool = True
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+
+Record = RunRecord | Claim | Start | Fragment | Commit | Tombstone | Pin | Intent | Saving | Staging
+R = TypeVar("R", RunRecord, Claim, Start, Fragment, Commit, Tombstone, Pin, Intent, Saving, Staging)
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
@@ -283,7 +335,7 @@ def encode(record: Record) -> bytes:
     """The record's bytes, sealed. The same record gives the same bytes."""
     body = (
         msgspec.msgpack.encode(record)
-        if isinstance(record, Fragment)
+        if isinstance(record, _MSGPACK)
         else msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=0)
     )
     return body + _MARK + digest_of(body).encode() + b"\n"
@@ -325,6 +377,8 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
         record = coder.decode(body, type=kind)
         if isinstance(record, Fragment):
             _check_fragment(record, key)
+        elif isinstance(record, Staging):
+            _check_fragment(record.partial, key)
         elif isinstance(record, Commit):
             _check_commit(record, key)
         return record  # type: ignore[no-any-return]
@@ -332,7 +386,7 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
         raise RecordCorrupt(f"RecordCorrupt: {key} does not decode\n  {error}", key=key) from error
 
 
-_MSGPACK: tuple[type, ...] = (Fragment,)
+_MSGPACK: tuple[type, ...] = (Fragment, Staging)
 
 
 class _Version(msgspec.Struct):

@@ -29,6 +29,8 @@ from ftckpt.manifest import (
     Pin,
     Position,
     RunRecord,
+    Saving,
+    Staging,
     Start,
     Tombstone,
     decode,
@@ -277,6 +279,8 @@ class Run:
             (layout.FRAGMENTS, Fragment),
             (layout.PINS, Pin),
             (layout.GC, Intent),
+            (layout.SAVES, Saving),
+            (layout.STAGED, Staging),
         )
         keys: list[tuple[str, Any]] = [(layout.RUN, RunRecord)]
         keys += [(info.key, kind) for prefix, kind in kinds for info in self._store.scan(prefix)]

@@ -9,7 +9,7 @@ anything mutates it, stages what has not been read yet, and only that.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -23,7 +23,7 @@ from ftckpt.capture import LiveLeaf, as_bytes_view
 from ftckpt.clock import Clock
 from ftckpt.errors import SaveFailed
 from ftckpt.leaf import Holding
-from ftckpt.manifest import ReplicaDigest
+from ftckpt.manifest import ChunkRecord, PackRef, ReplicaDigest
 from ftckpt.plan.assign import ChunkTask
 from ftckpt.sources import Rings, Source, Sources, pieces
 from ftckpt.store.api import Buffer
@@ -56,6 +56,14 @@ class Snapshot(Protocol):
         """Task ``number`` is not read again; its memory may go."""
         ...
 
+    def written(self, number: int, chunk: ChunkRecord) -> None:
+        """Task ``number`` became this chunk; its pack may still be on its way."""
+        ...
+
+    def durable(self, pack: int, ref: PackRef) -> None:
+        """The pack that chunks call number ``pack`` is durable."""
+        ...
+
     def replicas(self) -> tuple[ReplicaDigest, ...]:
         """Digests of what other ranks hold too, as far as they could still be taken."""
         ...
@@ -75,15 +83,23 @@ def host_bytes(data: torch.Tensor | bytes) -> memoryview:
 # --- the pool ------------------------------------------------------------------------------------
 
 
+def _memory(size: int) -> Bytes | None:
+    return np.empty(size, np.uint8)
+
+
 class StagingPool:
     """Host memory for staged chunks: kept and reused, so that its pages have been touched.
 
     ``budget_bytes`` bounds what is handed out at a time; ``None`` does not. ``touch`` makes the
-    budget's pages ready beforehand, which halves the time of a first fence.
+    budget's pages ready beforehand, which halves the time of a first fence. ``allocate`` makes a new
+    block, or says that there is no room for one.
     """
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, budget_bytes: int | None = None, allocate: Callable[[int], Bytes | None] = _memory
+    ) -> None:
         self.budget_bytes = budget_bytes
+        self._allocate = allocate
         self._free: list[Bytes] = []
         self._used_bytes = 0
         self._lock = threading.Lock()
@@ -96,18 +112,20 @@ class StagingPool:
     def touch(self, block_bytes: int) -> None:
         """Fill the pool with touched blocks, up to the budget. Takes about 0.2 s a GiB."""
         for _ in range((self.budget_bytes or 0) // block_bytes):
-            block = np.empty(block_bytes, np.uint8)
+            block = self._allocate(block_bytes)
+            if block is None:
+                return
             block.fill(0)
             self._give(block)
 
     def take(self, size: int) -> Bytes | None:
-        """A block of at least ``size`` bytes, or ``None`` when the budget is used up."""
+        """A block of at least ``size`` bytes, or ``None`` when the budget, or the room, is used up."""
         with self._lock:
             if self.budget_bytes is not None and self._used_bytes + size > self.budget_bytes:
                 return None
             at = next((i for i, block in enumerate(self._free) if block.size >= size), None)
-            block = np.empty(size, np.uint8) if at is None else self._free.pop(at)
-            self._used_bytes += block.size
+            block = self._allocate(size) if at is None else self._free.pop(at)
+            self._used_bytes += 0 if block is None else block.size
             return block
 
     def put(self, block: Bytes) -> None:
@@ -143,6 +161,12 @@ class Staged:
 
     def release(self, number: int) -> None:
         self.chunks[number] = b""
+
+    def written(self, number: int, chunk: ChunkRecord) -> None:
+        """Of no interest: nobody finishes what this process does not."""
+
+    def durable(self, pack: int, ref: PackRef) -> None:
+        """Of no interest."""
 
     def replicas(self) -> tuple[ReplicaDigest, ...]:
         return self.digests
@@ -383,6 +407,28 @@ class Live:
         if isinstance(block, np.ndarray):
             self._pool.put(block)
 
+    def written(self, number: int, chunk: ChunkRecord) -> None:
+        """Of no interest: nobody finishes what this process does not."""
+
+    def durable(self, pack: int, ref: PackRef) -> None:
+        """Of no interest."""
+
+    def peek(self, number: int) -> tuple[Buffer, Bytes | None]:
+        """The bytes of a task wherever they are at this moment, for as long as it is not released and
+        its memory does not change; and the block of the pool that they lie in, if they do.
+        """
+        with self._changed:
+            block = self._chunks.get(number)
+        if block is None:
+            return self._live_part(number), None
+        size = _size_bytes(self.holdings, self.tasks[number])
+        return _view(block)[:size], block if isinstance(block, np.ndarray) else None
+
+    @property
+    def digests(self) -> tuple[ReplicaDigest, ...]:
+        """Replicas as far as they have been hashed."""
+        return tuple(self._digests[number] for number in self._shared if number in self._digests)
+
     def replicas(self) -> tuple[ReplicaDigest, ...]:
         """Hashes live replicas until a fence; what has not been hashed by then is not compared."""
         for number in self._shared:
@@ -398,7 +444,7 @@ class Live:
                 with self._changed:
                     self._state.pop()
                     self._changed.notify_all()
-        return tuple(self._digests[number] for number in self._shared if number in self._digests)
+        return self.digests
 
     def fence(self, deadline_s: float) -> Fence:
         """Stage every chunk that still lives in live memory. On return that memory may change.
@@ -457,6 +503,11 @@ class Live:
             self._changed.notify_all()
         for block in blocks:
             self._pool.put(block)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether its chunks are not to be had any more."""
+        return bool(self._given_up)
 
     @property
     def is_live(self) -> bool:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from ftckpt import codec, layout
-from ftckpt.attempts import check_fence, look
+from ftckpt.attempts import check_fence, look, read_start
 from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Bases, Candidate, Codec, Rates, always
@@ -105,14 +105,59 @@ class Learned:
     packs: dict[str, bytes] = field(default_factory=dict)
 
 
+Where = Literal["far", "local"]
+"""Who acknowledges a save: the far store, which is the run; or the nearest tier, where there is one."""
+
+Durable = Callable[[Commit, float | None], Commit]
+"""Waits, for at most so many seconds, until the far store has a commit of the tier."""
+
+
+def at_once(commit: Commit, _timeout_s: float | None) -> Commit:
+    """There is no tier: what is committed is in the far store."""
+    return commit
+
+
+class Journal(Protocol):
+    """What saves leave in a tier for whoever finishes them when this process is gone."""
+
+    def begin(self, job: SaveJob, expected: Expected) -> None:
+        """A save begins: called before its first pack."""
+        ...
+
+    def holds(self, parent: Ref) -> bool:
+        """Whether chunks of that commit may be reused: a tier may never have had it, or have lost it."""
+        ...
+
+    def staged(self, at: Position) -> Collection[str]:
+        """Incarnations whose shares of that step come even if they are dead, because they are staged."""
+        ...
+
+
+class NoJournal:
+    """Nobody finishes what this process does not."""
+
+    def begin(self, job: SaveJob, expected: Expected) -> None:
+        pass
+
+    def holds(self, parent: Ref) -> bool:
+        return True
+
+    def staged(self, at: Position) -> Collection[str]:
+        return ()
+
+
+NOWHERE = NoJournal()
+
+
 class SaveHandle:
     """One save on its way. ``wait`` returns the commit or raises what became of it."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, durable: Durable = at_once) -> None:
         self.step = step
         self.heard = False
         """Whether ``wait`` already told of its failure."""
         self._future: Future[Commit] = Future()
+        self._durable = durable
 
     @property
     def done(self) -> bool:
@@ -124,14 +169,25 @@ class SaveHandle:
         """What it failed with, once it is done."""
         return self._future.exception() if self._future.done() else None
 
-    def wait(self, timeout_s: float | None = None) -> Commit:
-        """Block until the step is readable and acknowledged.
+    def wait(self, timeout_s: float | None = None, tier: Where = "far") -> Commit:
+        """Block until the step is readable and acknowledged, by the far store or by the nearest tier.
+
+        What only the tier has acknowledged survives the trainer, not the machine. Without tiers, and
+        where several machines write into tiers of their own, both mean the far store.
 
         Raises:
             SaveError: the step did not become readable, and why.
             Fenced: a newer attempt owns the run.
             TimeoutError: it has not ended in ``timeout_s``; it goes on.
         """
+        begun_s = time.monotonic()
+        commit = self._wait_here(timeout_s)
+        if tier == "local":
+            return commit
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begun_s))
+        return self._durable(commit, left_s)
+
+    def _wait_here(self, timeout_s: float | None) -> Commit:
         try:
             return self._future.result(timeout_s)
         except TimeoutError:
@@ -182,12 +238,22 @@ class SaveEngine:
         clock: Clock | None = None,
         events: Events = silent,
         on_commit: Callable[[Commit], None] = lambda _commit: None,
+        ledger: ObjectStore | None = None,
+        journal: Journal = NOWHERE,
+        durable: Durable = at_once,
     ) -> None:
+        """``ledger`` is where steps are settled, if that is not where shares are written."""
+        self._journal = journal
+        self._durable = durable
         self._me = me
         self._parent = parent
         self._settings = settings
         self._clock = clock or SystemClock()
-        self._store = PulseStore(store, deadline_s=settings.patience.deadline_s, clock=self._clock)
+        deadline_s = settings.patience.deadline_s
+        self._store = PulseStore(store, deadline_s=deadline_s, clock=self._clock)
+        self._ledger = self._store
+        if ledger is not None and ledger is not store:
+            self._ledger = PulseStore(ledger, deadline_s=deadline_s, clock=self._clock)
         self._events = events
         self._on_commit = on_commit
         self._learned = Learned(
@@ -225,7 +291,7 @@ class SaveEngine:
         the deadline, and not on a store that has gone silent: training goes on without it. The new save
         is then given up for all participants.
         """
-        handle = SaveHandle(job.expected.at.step)
+        handle = SaveHandle(job.expected.at.step, self._durable)
         limit, deadline_s = self._settings.backlog, self._settings.patience.deadline_s
         with self._changed:
             if len(self._jobs) >= limit:
@@ -240,7 +306,7 @@ class SaveEngine:
         return handle
 
     def _given_up(self, job: SaveJob) -> SaveJob:
-        silent = f"; the store has been silent for {self._store.silent_s:.0f} s" if self._stalled else ""
+        silent = f"; the store has been silent for {self._silent_s:.0f} s" if self._stalled else ""
         trouble = f"{len(self._jobs)} earlier saves have not ended{silent}"
         self._events(Event("save.stalled", {"step": job.expected.at.step, "why": trouble}))
         job.meter.fail("queued")
@@ -250,7 +316,11 @@ class SaveEngine:
 
     @property
     def _stalled(self) -> bool:
-        return self._store.silent_s > self._settings.stall_s
+        return self._silent_s > self._settings.stall_s
+
+    @property
+    def _silent_s(self) -> float:
+        return max(self._store.silent_s, self._ledger.silent_s)
 
     def lose(self, incarnations: frozenset[str]) -> None:
         """These writers are dead: shares of theirs that are missing will not come."""
@@ -352,6 +422,7 @@ class SaveEngine:
     def _save(self, job: SaveJob) -> Commit:
         meter = job.meter
         self._store.begin()
+        self._ledger.begin()
         meter.add("queued", meter.age_s - meter.seconds("capture"))
         with meter.spent("prepare"):
             self._prepare(job)
@@ -374,7 +445,7 @@ class SaveEngine:
         if cause is not None and not _names(record, self._me):
             raise _failed(expected.at, cause) from cause
         with meter.spent("settle"):
-            check_fence(self._store, expected.at.attempt)
+            check_fence(self._ledger, expected.at.attempt)
             check_settled(record)
         own = list(record.components.values())
         self._events(
@@ -404,6 +475,7 @@ class SaveEngine:
             if job.snapshot is None:
                 raise SaveFailed(f"SaveFailed: {job.trouble}")
             with job.meter.spent("prepare"):
+                self._journal.begin(job, expected)
                 reusable = self._reusable()
             fragment = write_share(
                 self._store, job, expected, self._me, self._settings, reusable, self._learned, self._events
@@ -427,15 +499,15 @@ class SaveEngine:
         try:
             if fragment is None:
                 assert cause is not None
-                return abort(self._store, expected.at, f"{self._me}: {first_line(cause)}")
+                return abort(self._ledger, expected.at, f"{self._me}: {first_line(cause)}")
             return settle(
-                self._store,
+                self._ledger,
                 self._clock,
                 expected,
                 self._me,
                 fragment,
                 self._settings.patience,
-                lambda: self._gone,
+                lambda: self._gone and self._gone.difference(self._journal.staged(expected.at)),
             )
         except StoreError as error:
             raise _failed(expected.at, cause or error) from (cause or error)
@@ -445,6 +517,10 @@ class SaveEngine:
         at = job.expected.at
         try:
             self._settle_earlier()
+            mine = self._parent is not None and self._parent.attempt == at.attempt
+            if self._parent is not None and mine and not self._journal.holds(self._parent):
+                self._events(Event("save.parent_lost", {"step": self._parent.step}))
+                self._parent = self._index = None
             if self._await is not None or (self._parent is None and self._index is None):
                 self._find_parent(at.attempt, at)
         except StoreError as error:
@@ -456,8 +532,8 @@ class SaveEngine:
         """A save that ended in doubt is settled before the next is planned."""
         if self._unsettled is not None:
             doubtful = self._unsettled
-            if read_commit(self._store, doubtful) is None:
-                abort(self._store, doubtful, "its writer could not learn what became of it")
+            if read_commit(self._ledger, doubtful) is None:
+                abort(self._ledger, doubtful, "its writer could not learn what became of it")
             self._find_parent(doubtful.attempt)
             self._unsettled = None
 
@@ -465,26 +541,27 @@ class SaveEngine:
         """Learn the newest commit of this attempt's own lineage from the store."""
         if self._await is not None:
             end_s = self._clock.now_s() + self._settings.patience.deadline_s
-            while layout.commit_key(self._await) not in {i.key for i in self._store.scan(layout.COMMITS)}:
+            while layout.commit_key(self._await) not in {i.key for i in self._ledger.scan(layout.COMMITS)}:
                 if self._clock.now_s() > end_s:
                     raise SaveFailed(f"SaveFailed: {self._await}, saved by peers, is not settled")
                 self._clock.sleep(self._settings.patience.max_poll_s)
             self._await = None
-        seen = look(self._store)
+        seen = look(self._ledger)
         lineage = on_lineage(seen.view, newest=attempt)
-        at = next((o for o in lineage if before is None or o < before), None)
+        own = (o for o in lineage if o.attempt == attempt and (before is None or o < before))
+        at = next(own, None)
         if at is not None and at in seen.damaged:
             raise seen.damaged[at]
-        self._parent = seen.refs[at] if at is not None else None
-        self._index = {} if at is None else None
+        self._parent = seen.refs[at] if at is not None else read_start(self._ledger, attempt).parent
+        self._index = {} if self._parent is None else None
 
     def _reusable(self) -> Mapping[str, Sequence[Saved]]:
         """Chunks of the settled parent commit, by leaf."""
         if self._index is None:
             index: Mapping[str, Sequence[Saved]] = {}
-            if self._parent is not None:
-                found = look_commit(self._store, self._parent)
-                fragments = read_fragments(self._store, found)
+            if self._parent is not None and self._journal.holds(self._parent):
+                found = look_commit(self._ledger, self._parent)
+                fragments = read_fragments(self._ledger, found)
                 index = index_chunks(fragments)
                 self._learned.packs.clear()
                 self._learned.packs.update((pack.key, pack.digest) for f in fragments for pack in f.packs)
@@ -544,7 +621,7 @@ def write_share(
     share = {"bytes": share_bytes, "chunks": len(snapshot.tasks)}
     events(Event("save.begun", {"step": expected.at.step, **began, **share}))
     pack_bytes = max(settings.pack_bytes, min(settings.max_pack_bytes, share_bytes // 64))
-    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned, job.meter)
+    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned, job.meter, snapshot)
     chunks: dict[int, ChunkRecord] = {}
     with Workers(settings.encode_threads, "ftckpt-encode") as pool, packs:
         for item in _encode_all(pool, snapshot, keys, known, settings, learned, job.meter):
@@ -565,6 +642,7 @@ def write_share(
                     len(item.body),
                     base,
                 )
+            snapshot.written(item.number, chunks[item.number])
             snapshot.release(item.number)
         events(
             Event(
@@ -772,8 +850,10 @@ class _Packs:
         in_flight: int,
         learned: Learned,
         meter: Meter,
+        snapshot: Snapshot,
     ) -> None:
         self._store, self._at, self._me, self._meter = store, at, me, meter
+        self._snapshot = snapshot
         self._rates, self._digests = learned.rates, learned.packs
         self._pack_bytes = pack_bytes
         self._pool = Workers(in_flight, "ftckpt-put")
@@ -801,6 +881,7 @@ class _Packs:
             self.referred += 1
             self._numbers[key] = len(self._refs)
             self._refs.append(PackRef(key, size, self._digests.get(key, b"")))
+            self._snapshot.durable(self._numbers[key], self._refs[-1])
         return self._numbers[key]
 
     def add(self, body: Buffer, base: bool = False) -> tuple[int, int]:
@@ -850,6 +931,7 @@ class _Packs:
         try:
             with self._meter.spent("put", pack.size), self._rates.putting(pack.size):
                 put_pack(self._store, key, pack.memory[: pack.size].data)
+            self._snapshot.durable(pack.number, self._refs[pack.number])
             if pack.memory.size == self._pack_bytes:
                 self._free.append(pack.memory)
         finally:
