@@ -68,9 +68,17 @@ class Tier:
         """Whether an agent is at work here."""
         return self.is_alive(_AGENT)
 
-    def agent_life(self) -> Life:
-        """The sign of life of the agent: one of them has it at a time."""
-        return self.life(_AGENT)
+    def agent_name(self) -> str:
+        """Which agent is at work here; empty: none."""
+        if not self.agent_lives:
+            return ""
+        with suppress(FileNotFoundError):
+            return (self.folder / f"{_LIFE}{_AGENT}").read_text()
+        return ""
+
+    def agent_life(self, name: str) -> Life:
+        """The sign of life of the agent of that name: one of them has it at a time."""
+        return Life(self.folder / f"{_LIFE}{_AGENT}", name)
 
     @contextmanager
     def staged(self, writer: Writer) -> Iterator[memoryview]:
@@ -130,15 +138,19 @@ def open_tier(address: str | os.PathLike[str], events: Events) -> Tier:
 class Life:
     """A lock that is held while this process lives and the block is entered.
 
-    Raises ``BlockingIOError`` on entering when somebody else holds it.
+    ``told`` stands in the file for whoever wants to know. Raises ``BlockingIOError`` on entering when
+    somebody else holds it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, told: str = "") -> None:
         self._path = path
+        self._told = told
         self._fd = -1
 
     def __enter__(self) -> Self:
         self._fd = _lock(self._path)
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, self._told.encode(), 0)
         # A forked child shares the lock: a trainer's data loaders would hold it beyond its death.
         me = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _let_go(me()))

@@ -1,5 +1,5 @@
 """What brings a tier's steps to the far store, and outlives the trainer that made them."""
 
-from ftckpt.agent.core import Agent, Drained, Near
+from ftckpt.agent.core import Agent, Drained, Near, drain_first
 
-__all__ = ["Agent", "Drained", "Near"]
+__all__ = ["Agent", "Drained", "Near", "drain_first"]

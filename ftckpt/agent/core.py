@@ -11,6 +11,7 @@ hands in ``together``.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,10 +19,18 @@ from typing import Protocol
 
 from ftckpt import layout
 from ftckpt.agent.notes import Plan, read_plans, with_parent
-from ftckpt.attempts import create_owned, decode_commit, pin, read_start, unpin
-from ftckpt.clock import Clock
+from ftckpt.attempts import create_owned, decode_commit, find_run, pin, read_start, unpin
+from ftckpt.clock import Clock, SystemClock
 from ftckpt.commit import Patience, abort, build, create_commit, gather, put_fragment, read_commit
-from ftckpt.errors import AlreadyExists, CorruptError, FtckptError, ObjectDamaged, ObjectNotFound, first_line
+from ftckpt.errors import (
+    AlreadyExists,
+    CorruptError,
+    FtckptError,
+    ObjectDamaged,
+    ObjectNotFound,
+    RunNotFound,
+    first_line,
+)
 from ftckpt.events import Event, Events, silent
 from ftckpt.gc import collect, owed, superseded
 from ftckpt.layout import Writer
@@ -385,13 +394,13 @@ class Agent:
             create_owned(self._near, layout.tombstone_key(at), encode(tombstone))
 
     def _collect(self, last: _Settled) -> None:
-        """Collect in the far store what is not retained there, where the first writer of the step is ours
-        and nobody has claimed a newer attempt.
+        """Collect in the far store what is not retained there, unless somebody has claimed a newer attempt.
+        Where several machines write, the first writer of a step does it itself.
         """
         plan = next(iter(last.plans), None)
         if plan is None or plan.writers[0] not in plan.here or plan.keep.last is None:
             return
-        if self._newest_claim > last.record.attempt:
+        if not plan.shared or self._newest_claim > last.record.attempt:
             return
         try:
             done = collect(self._far, plan.keep, intent_id=self._nonce())
@@ -400,6 +409,20 @@ class Agent:
         else:
             steps = [at.step for at in done.victims]
             self._events(Event("gc.collected", {"steps": steps, "freed_bytes": done.freed_bytes}))
+
+
+def drain_first(near: Near, far: ObjectStore, events: Events) -> None:
+    """Bring what a tier still owes to the far store, before a new attempt is claimed there: it may be the
+    newest there is. What somebody who lives has to finish is left alone.
+
+    Raises:
+        StoreError: it could not be brought; nothing should be claimed then.
+    """
+    try:
+        find_run(far)
+    except RunNotFound:
+        return
+    Agent(near, far, nonce=lambda: uuid.uuid4().hex, clock=SystemClock(), events=events).drain()
 
 
 @dataclass(frozen=True, slots=True)

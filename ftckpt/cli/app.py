@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from ftckpt.cli.agent import agent
 from ftckpt.cli.gc import gc
 from ftckpt.cli.ls import ls
 from ftckpt.cli.resume import resume
@@ -60,3 +61,4 @@ app.command(short_help="List the commits of a run.")(ls)
 app.command(short_help="Show what a commit holds and who wrote it.")(show)
 app.command(short_help="Read and check every byte.")(verify)
 app.command(short_help="Delete what nothing needs.")(gc)
+app.command(short_help="Bring what a tier of this machine holds to the run.")(agent)

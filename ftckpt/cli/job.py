@@ -9,21 +9,24 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import typer
 
+from ftckpt.agent import drain_first
 from ftckpt.attempts import check_fence
 from ftckpt.begin import Begun, Caller, OnEmpty, begin
 from ftckpt.cli.common import opening
 from ftckpt.cli.progress import Teller
 from ftckpt.commit import read_commit
+from ftckpt.elastic.keeper import AgentKeeper
+from ftckpt.elastic.launch import store_environ
 from ftckpt.elastic.supervisor import JobPlan, Supervisor
-from ftckpt.errors import SettingsError
 from ftckpt.events import Event
 from ftckpt.store.api import ObjectStore
+from ftckpt.tiers import Tier, open_tier
 
 Groups = Annotated[int, typer.Option("--groups", min=1, metavar="N", help="Replica groups.")]
 Nproc = Annotated[int, typer.Option("--nproc", min=1, metavar="M", help="Ranks in each group.")]
@@ -34,16 +37,15 @@ LogDir = Annotated[
     str | None, typer.Option("--log-dir", metavar="FOLDER", help="Keep what the ranks print here.")
 ]
 
-_AWS = (
-    "endpoint_url",
-    "access_key_id",
-    "secret_access_key",
-    "session_token",
-    "region",
-    "allow_http",
-    "virtual_hosted_style_request",
-)
-"""Store options that the ranks can be told through their AWS_* variables."""
+TierFolder = Annotated[
+    str | None,
+    typer.Option(
+        "--tier",
+        metavar="DIR",
+        help="Save into this folder of the machine first; an agent brings it to the run. "
+        "The ranks find it in FTCKPT_TIER.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Job:
     min_groups: int
     log_dir: str | None
     allow_unconditional: bool
+    tier: str | None = None
     options: Mapping[str, object] = field(default_factory=dict, repr=False)
 
     def caller(self) -> Caller:
@@ -69,7 +72,11 @@ class Job:
             pid=os.getpid(),
             groups=self.groups,
             nproc=self.nproc,
-            settings={"min_groups": str(self.min_groups), "run": self.uri},
+            settings={
+                "min_groups": str(self.min_groups),
+                "run": self.uri,
+                **({} if self.tier is None else {"tier": self.tier}),
+            },
         )
 
 
@@ -83,17 +90,8 @@ def rank_environ(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
     that they cannot be told.
     """
     told = {} if "PYTHONUNBUFFERED" in environ else {"PYTHONUNBUFFERED": "1"}
-    for key, value in job.options.items():
-        name = key.lower().removeprefix("aws_")
-        if name not in _AWS:
-            raise SettingsError(
-                f"SettingsError: store option {key!r} cannot be handed on to the ranks\n"
-                f"  they are told through their environment, which has a place for: {', '.join(_AWS)}\n"
-                "  nothing was started; give it as store_options where the trainer makes its Session",
-                option=key,
-            )
-        told[f"AWS_{name.upper()}"] = str(value)
-    return told
+    told |= {} if job.tier is None else {"FTCKPT_TIER": job.tier}
+    return told | store_environ(job.options)
 
 
 def supervise(
@@ -121,6 +119,8 @@ def supervise(
         with opened(job) as store:
             if after is not None:
                 check_fence(store, after)
+            if tier is not None:
+                drain_first(tier, store, tell.hear)
             begun = begin(
                 store,
                 job.caller(),
@@ -134,16 +134,28 @@ def supervise(
         plan = replace(plan, attempt=begun.claim.attempt)
         return plan
 
-    attempt(step, None)
-    supervisor = Supervisor(
-        plan,
-        environ=environ,
-        new_attempt=lambda: attempt(None, plan.attempt),
-        events=tell.hear,
-        output=tell.output,
-    )
-    with tell.showing(supervisor.status):
-        return supervisor.run()
+    tier = None if job.tier is None else open_tier(job.tier, tell.hear)
+    with nullcontext() if tier is None else tier.life(f"supervisor-{uuid.uuid4().hex}"):
+        attempt(step, None)
+        supervisor = Supervisor(
+            plan,
+            environ=environ,
+            new_attempt=lambda: attempt(None, plan.attempt),
+            events=tell.hear,
+            output=tell.output,
+            tend=_nothing if tier is None else _keeper(job, tier, environ, tell).look,
+        )
+        with tell.showing(supervisor.status):
+            return supervisor.run()
+
+
+def _nothing() -> None:
+    """There is no tier, so no agent to be kept running."""
+
+
+def _keeper(job: Job, tier: Tier, environ: Mapping[str, str], tell: Teller) -> AgentKeeper:
+    told = {**environ, **store_environ(job.options)}
+    return AgentKeeper(tier, job.uri, told, tell.hear, one_writer=job.allow_unconditional)
 
 
 def _say(store: ObjectStore, begun: Begun, tell: Teller) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from ftckpt.attempts import find_run, look, read_claim
 from ftckpt.cli.common import Address, AsJson, OneWriter, StoreOptions, locate, parse_options, reporting
-from ftckpt.cli.job import Job, LogDir, opened, supervise
+from ftckpt.cli.job import Job, LogDir, TierFolder, opened, supervise
 from ftckpt.cli.programs import check_command
 from ftckpt.cli.progress import teller
 from ftckpt.errors import CommandNotFound
@@ -48,6 +48,7 @@ def resume(
         ),
     ] = False,
     log_dir: LogDir = None,
+    tier: TierFolder = None,
     as_json: AsJson = False,
     store_option: StoreOptions = None,
     allow_unconditional: OneWriter = False,
@@ -74,7 +75,8 @@ def resume(
             options=parse_options(store_option),
         )
         with opened(job) as store:
-            job = _as_recorded(job, newest_claim(store), groups, nproc, min_groups)
+            claim = newest_claim(store)
+            job = replace(_as_recorded(job, claim, groups, nproc, min_groups), tier=_tier(tier, claim))
         code = supervise(
             job, os.environ, teller(as_json=as_json), on_empty="error", step=step, fallback=fallback
         )
@@ -96,6 +98,15 @@ def newest_claim(store: ObjectStore) -> Claim:
             uri=store.uri,
         )
     return read_claim(store, newest)
+
+
+def _tier(given: str | None, claim: Claim) -> str | None:
+    """The tier as asked for, else the recorded one, wherever it is reached from: on another machine it
+    is a new one, and what the old one still owes stays there.
+    """
+    if given is not None:
+        return locate(given)
+    return claim.settings.get("tier")
 
 
 def _as_recorded(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ftckpt.cli.common import Address, AsJson, OneWriter, StoreOptions, locate, parse_options, reporting
-from ftckpt.cli.job import Groups, Job, LogDir, MinGroups, Nproc, supervise
+from ftckpt.cli.job import Groups, Job, LogDir, MinGroups, Nproc, TierFolder, supervise
 from ftckpt.cli.programs import check_command
 from ftckpt.cli.progress import teller
 
@@ -22,6 +22,7 @@ def run(
     nproc: Nproc = 1,
     min_groups: MinGroups = 1,
     log_dir: LogDir = None,
+    tier: TierFolder = None,
     as_json: AsJson = False,
     store_option: StoreOptions = None,
     allow_unconditional: OneWriter = False,
@@ -52,6 +53,7 @@ def run(
             min_groups=min_groups,
             log_dir=log_dir,
             allow_unconditional=allow_unconditional,
+            tier=None if tier is None else locate(tier),
             options=parse_options(store_option),
         )
         code = supervise(

@@ -9,6 +9,7 @@ know what is done with them.
 ``FTCKPT_GROUP``       name of this replica group; ``g0`` when absent
 ``FTCKPT_REJOIN``      how often the group was restarted inside this attempt; 0 when absent
 ``FTCKPT_HOST``        the address at which peers reach this rank; 127.0.0.1 when absent
+``FTCKPT_TIER``        the folder of this machine that saves go to first, if there is one
 ``FTCKPT_STATUS``      a file to which status events are appended as JSON lines
 ``TORCHFT_LIGHTHOUSE`` address of the lighthouse
 ``RANK`` …             torch's own: RANK, WORLD_SIZE, LOCAL_RANK, all *inside* the group
@@ -57,6 +58,7 @@ class Launch:
     life: int = 0
     host: str = "127.0.0.1"
     status: str | None = None
+    tier: str | None = None
 
     def __post_init__(self) -> None:
         if not GROUP_NAME.fullmatch(self.group):
@@ -99,7 +101,38 @@ class Launch:
             life=life,
             host=env.get("FTCKPT_HOST") or "127.0.0.1",
             status=env.get("FTCKPT_STATUS") or None,
+            tier=env.get("FTCKPT_TIER") or None,
         )
+
+
+_AWS = (
+    "endpoint_url",
+    "access_key_id",
+    "secret_access_key",
+    "session_token",
+    "region",
+    "allow_http",
+    "virtual_hosted_style_request",
+)
+
+
+def store_environ(options: Mapping[str, object]) -> dict[str, str]:
+    """Store options as the ``AWS_*`` variables by which another process can be told of them.
+
+    Raises ``SettingsError`` for one that has no such variable.
+    """
+    told = {}
+    for key, value in options.items():
+        name = key.lower().removeprefix("aws_")
+        if name not in _AWS:
+            raise SettingsError(
+                f"SettingsError: store option {key!r} cannot be handed on to other processes\n"
+                f"  they are told through their environment, which has a place for: {', '.join(_AWS)}\n"
+                "  nothing was started; give it as store_options where the trainer makes its Session",
+                option=key,
+            )
+        told[f"AWS_{name.upper()}"] = str(value)
+    return told
 
 
 def open_status(launch: Launch) -> Events:

@@ -147,10 +147,12 @@ class Supervisor:
         events: Events = silent,
         output: Callable[[str, str], None] | None = None,
         clock: Clock | None = None,
+        tend: Callable[[], None] = lambda: None,
     ) -> None:
         """``environ`` is what the ranks inherit. ``new_attempt`` claims the next attempt and says
         how to run it; what it raises ends the job. ``output`` gets every line that a rank prints,
-        with the rank's name (``g1.0``).
+        with the rank's name (``g1.0``). ``tend`` is called all the time, and looks after what else the job
+        needs.
         """
         self._plan = plan
         self._environ = {name: value for name, value in environ.items() if name not in DROPPED}
@@ -158,6 +160,7 @@ class Supervisor:
         self._events = events
         self._output = output
         self._clock: Clock = SystemClock() if clock is None else clock
+        self._tend = tend
         self._attempt: _Attempt | None = None
         self._stops = 0
         self._reason = ""
@@ -185,7 +188,13 @@ class Supervisor:
         with self._signals():
             while True:
                 attempt = _Attempt(
-                    plan, self._environ, self._events, self._output, self._clock, lambda: self._stops
+                    plan,
+                    self._environ,
+                    self._events,
+                    self._output,
+                    self._clock,
+                    lambda: self._stops,
+                    self._tend,
                 )
                 self._attempt = attempt
                 result = attempt.run()
@@ -211,6 +220,7 @@ class Supervisor:
         """Let time pass; False when asked to stop meanwhile."""
         until_s = self._clock.now_s() + seconds
         while self._clock.now_s() < until_s and not self._stops:
+            self._tend()
             self._clock.sleep(POLL_S)
         return not self._stops
 
@@ -286,6 +296,7 @@ class _Attempt:
         output: Callable[[str, str], None] | None,
         clock: Clock,
         stops: Callable[[], int],
+        tend: Callable[[], None],
     ) -> None:
         self._plan = plan
         self._environ = environ
@@ -293,6 +304,7 @@ class _Attempt:
         self._output = output
         self._clock = clock
         self._stops = stops
+        self._tend = tend
         self._groups = [_Group(f"g{index}") for index in range(plan.groups)]
         self._lighthouse: Process | None = None
         self._lighthouse_deaths_s: list[float] = []
@@ -338,6 +350,7 @@ class _Attempt:
                 return _Result(retry=True, reason=f"no process holds its state any more; {self._ends()}")
             self._start_waiting()
             self._kill_stalled()
+            self._tend()
             self._clock.sleep(POLL_S)
         return self._wind_down()
 
@@ -358,6 +371,7 @@ class _Attempt:
         until_s = self._clock.now_s() + self._plan.grace_s
         while any(g.phase is Phase.RUNNING for g in running):
             self._keep_lighthouse()
+            self._tend()
             self._read_all()
             self._reap(restart=False)
             late = self._clock.now_s() >= until_s

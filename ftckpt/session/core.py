@@ -20,7 +20,8 @@ from ftckpt.capture import Fences, LiveLeaf, capture
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience
-from ftckpt.elastic.launch import Launch, open_status
+from ftckpt.elastic.keeper import AgentKeeper
+from ftckpt.elastic.launch import Launch, open_status, store_environ
 from ftckpt.errors import (
     AttemptWentBack,
     NotEntered,
@@ -47,10 +48,12 @@ from ftckpt.session.once import is_step
 from ftckpt.session.pace import Pace
 from ftckpt.session.settings import Members, Settings
 from ftckpt.session.stop import StopSignal
+from ftckpt.session.tiered import Tiered, enter_tier, nearest
 from ftckpt.snapshot import StagingPool
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
-from ftckpt.writer import Failure, SaveEngine, SaveHandle, SaveJob, WriteSettings
+from ftckpt.tiers import Tier, open_tier
+from ftckpt.writer import NOWHERE, Failure, SaveEngine, SaveHandle, SaveJob, WriteSettings, at_once
 
 if TYPE_CHECKING:
     from ftckpt.slots import Turn
@@ -88,6 +91,8 @@ class Session:
         step: go on from this step instead of the newest.
         fallback: pass over commits that cannot be read, saying so, instead of stopping.
         replica_group: the membership, when replica groups train together.
+        tiers: a folder of this machine that saves go to first, and from there to ``uri`` by an agent.
+        start_agent: start that agent, if nobody does; a supervisor always does.
         max_failed_saves: raise at a boundary after that many failed saves in a row; ``None``: never.
         store_options: settings of the store; ``AWS_*`` variables otherwise.
         events: who hears what happens; the standard logger ``ftckpt`` otherwise.
@@ -121,6 +126,8 @@ class Session:
         max_failed_saves: int | None = None,
         check_replicas: bool = True,
         deadline_s: float = 300.0,
+        tiers: Sequence[str | os.PathLike[str]] | None = None,
+        start_agent: bool = True,
         store_options: Mapping[str, object] | None = None,
         allow_unconditional: bool = False,
         retry_deadline_s: float = 60.0,
@@ -155,6 +162,9 @@ class Session:
         )
         require_number("retry_deadline_s", retry_deadline_s, low=SHORTEST_S, high=DAY_S)
         self._uri = os.fspath(uri)
+        self._tiers = None if tiers is None else tuple(os.fspath(tier) for tier in tiers)
+        self._start_agent = start_agent and store is None
+        self._store_options, self._one_writer = dict(store_options or {}), allow_unconditional
         self._open_store: Callable[[], ObjectStore] = lambda: (
             store
             or open_store(
@@ -275,8 +285,10 @@ class Session:
             capture(self.state, group=self._launch.group, rank=ranks.rank, world=ranks.world)
         with together(ranks, "opening the store"):
             store = self._open_store()
+            address = nearest(self._tiers, self._uri, self._launch.tier)
+            tier = None if address is None else open_tier(address, self._events)
         try:
-            self._enter(store, ranks)
+            self._enter(store, tier, ranks)
         except BaseException:
             if self._entered is None:
                 if self._group is not None:
@@ -291,12 +303,12 @@ class Session:
             raise
         return self
 
-    def _enter(self, store: ObjectStore, ranks: Ranks) -> None:
+    def _enter(self, store: ObjectStore, tier: Tier | None, ranks: Ranks) -> None:
         """Begin an attempt and restore what it starts from, on all ranks or on none."""
         if ranks.rank == 0 and self._launch.status is not None:
             self._events = both(self._events, open_status(self._launch))
         joining = Joining(
-            store, ranks, self._launch, self._group, self.settings, self._address(), self._events
+            store, tier, ranks, self._launch, self._group, self.settings, self._address(), self._events
         )
         found = joining.find_attempt()
         restored: Restored | None = None
@@ -320,25 +332,42 @@ class Session:
             )
             incarnation, self._at.membership = self._group.incarnation, None
         me = Writer(self._launch.group, ranks.rank, incarnation)
+        tiered = None if tier is None else self._enter_tier(store, tier, ranks, me)
+        ledger = store if tiered is None or not tiered.shared else tiered.tier.store
         patience = Patience(deadline_s=self.settings.deadline_s)
         engine = SaveEngine(
-            store,
+            store if tiered is None else tiered.tier.store,
             me,
             parent=restored.parent if restored is not None else None,
             settings=WriteSettings(codec=self.settings.codec, patience=patience),
             events=self._events,
             on_commit=self._committed,
+            ledger=ledger,
+            journal=NOWHERE if tiered is None else tiered.journal,
+            durable=at_once if tiered is None else tiered.durable,
         )
         pool = StagingPool(self.settings.staging_bytes)
         pace = Pace(
             self.settings.save_every, self._clock, self._events, self.settings.mtbf_s, joining.ends(attempt)
         )
-        inside = Inside(store, ranks, attempt, me, engine, self.settings, self._events, pool, pace)
+        inside = Inside(ledger, ranks, attempt, me, engine, self.settings, self._events, pool, pace, tiered)
         self._entered = inside
         engine.start()
         if self.settings.stage == "lazy":
             inside.watch(Fences(self.state, self._before_change, inside.foreign))
         self._stop.install()
+
+    def _enter_tier(self, store: ObjectStore, tier: Tier, ranks: Ranks, me: Writer) -> Tiered:
+        """Live in the tier, with an agent beside."""
+        one_machine = self._group is None or self._launch.tier is not None
+        tiered = enter_tier(
+            tier, store, ranks, me, self.settings.keep, one_machine=one_machine, events=self._events
+        )
+        if self._start_agent and self._launch.local_rank == 0 and self._launch.tier is None:
+            environ = {**os.environ, **store_environ(self._store_options)}
+            keeper = AgentKeeper(tier, self._address(), environ, self._events, one_writer=self._one_writer)
+            tiered.keep_agent(keeper)
+        return tiered
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -357,6 +386,8 @@ class Session:
             self._entered = None
             if self._group is not None:
                 self._group.close()
+            if inside.tiered is not None:
+                inside.tiered.close()
             inside.store.close()
 
     def _drain(self, inside: Inside) -> BaseException | None:
@@ -489,6 +520,8 @@ class Session:
         """Between two steps: hear of the background, save what is due. True: end the loop."""
         inside, settings = self._inside(), self.settings
         outcome = inside.engine.outcome()
+        if inside.tiered is not None:
+            inside.tiered.report()
         for failure in outcome.failures:
             told = {"step": failure.step, "stage": failure.stage, "error": str(failure.error)}
             self._events(Event("session.save_failed", told))

@@ -23,6 +23,7 @@ from ftckpt.ranks import Ranks
 from ftckpt.retention import Keep
 from ftckpt.session.pace import Pace
 from ftckpt.session.settings import Settings
+from ftckpt.session.tiered import Tiered
 from ftckpt.snapshot import Live, Snapshot, StagingPool, stage
 from ftckpt.sources import Rings
 from ftckpt.store.api import ObjectStore
@@ -40,7 +41,9 @@ class _Streaming:
 
 @dataclass(slots=True)
 class Inside:
-    """One session that was entered, in one process. ``fence`` and ``collect_soon`` from any thread."""
+    """One session that was entered, in one process. ``store`` is where its steps are settled.
+    ``fence`` and ``collect_soon`` from any thread.
+    """
 
     store: ObjectStore
     ranks: Ranks
@@ -51,6 +54,7 @@ class Inside:
     events: Events
     pool: StagingPool
     pace: Pace
+    tiered: Tiered | None = None
     rings: Rings = field(default_factory=Rings)
     live: list[_Streaming] = field(default_factory=list)
     saving: threading.Lock = field(default_factory=threading.Lock)

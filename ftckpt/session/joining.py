@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ftckpt.agent import drain_first
 from ftckpt.attempts import adopt, find_run, look, read_start
 from ftckpt.begin import Begun, begin, this_process
 from ftckpt.capture import reseed
@@ -26,6 +27,7 @@ from ftckpt.session.exactness import exactness
 from ftckpt.session.settings import Members, Settings
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
+from ftckpt.tiers import Tier
 
 INTERNAL = "ftckpt"
 """The component that belongs to the session itself."""
@@ -54,6 +56,7 @@ class Joining:
     """One process on its way into a run. ``address`` is the run's as it is from any folder."""
 
     store: ObjectStore
+    tier: Tier | None
     ranks: Ranks
     launch: Launch
     group: Members | None
@@ -99,9 +102,11 @@ class Joining:
         return self.launch.attempt
 
     def _claim(self, groups: int = 1) -> int:
+        if self.tier is not None:
+            drain_first(self.tier, self.store, self.events)
         begun: Begun = begin(
             self.store,
-            replace(this_process(groups, self.launch.world), settings={"run": self.address}),
+            replace(this_process(groups, self.launch.world), settings=self._recorded()),
             name=uuid.uuid4().hex,
             step=self.settings.step,
             on_empty=self.settings.on_empty,
@@ -109,6 +114,11 @@ class Joining:
             events=self.events,
         )
         return begun.claim.attempt
+
+    def _recorded(self) -> dict[str, str]:
+        """What `ftckpt resume` wants to know besides the command."""
+        tier = {} if self.tier is None else {"tier": str(self.tier.folder)}
+        return {"run": self.address, **tier}
 
     def ends(self, attempt: int) -> Ends:
         """How often this job ended before, where the policy asks; a collective of the ranks."""
