@@ -50,12 +50,10 @@ def choose_victims(
     return frozenset(at for at in victims.difference(owed) if at.attempt <= seen.newest_start)
 
 
-def is_settled(at: Position, seen: View) -> bool:
-    """Whether nobody can still make this position readable: its commit key is occupied, or it lies
-    below the newest commit of the newest attempt, which settles one step before the next.
+def overtaken(at: Position, seen: View) -> bool:
+    """Whether the position lies below the newest commit of the newest attempt. Its writers settle one step
+    before the next, so nobody is at work on it but a slow agent, if a direct writer shares its store.
     """
-    if at in seen.commits:
-        return True
     own = [other.step for other in seen.commits if other.attempt == at.attempt]
     return at.attempt == seen.newest_start and at.step < max(own, default=-1)
 
@@ -100,20 +98,23 @@ def collect(
             tombstone = Tombstone(step=at.step, attempt=at.attempt, intent=intent_id)
             create_owned(store, layout.tombstone_key(at), encode(tombstone))
     doomed, freed_bytes = [], 0
-    unsettled = set()
+    unsettled: dict[Position, str] = {}
     for prefix in (layout.PACKS, layout.FRAGMENTS):
         for info in store.scan(prefix):
             where = layout.parse_position(info.key)
             if where is None or info.key in needed or where.attempt > seen.view.newest_start:
                 continue
-            if is_settled(where, seen.view):
+            if where in seen.view.commits:
                 doomed.append(info.key)
                 freed_bytes += info.size_bytes
+            elif overtaken(where, seen.view):
+                unsettled[where] = "given up: a later step of its attempt is committed"
             elif superseded(where, seen.view):
-                unsettled.add(where)
+                why = f"given up for a dead attempt; attempt {seen.view.newest_start} goes on"
+                unsettled[where] = why
     if not dry_run:
         for at in sorted(unsettled):
-            abort(store, at, f"given up for a dead attempt; attempt {seen.view.newest_start} goes on")
+            abort(store, at, unsettled[at])
         _forget_aborted(store, seen, intent_id)
         for start in range(0, len(doomed), 500):
             store.delete(doomed[start : start + 500])

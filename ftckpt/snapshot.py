@@ -413,16 +413,19 @@ class Live:
     def durable(self, pack: int, ref: PackRef) -> None:
         """Of no interest."""
 
-    def peek(self, number: int) -> tuple[Buffer, Bytes | None]:
-        """The bytes of a task wherever they are at this moment, for as long as it is not released and
-        its memory does not change; and the block of the pool that they lie in, if they do.
+    def held(self, number: int) -> Bytes | Buffer | None:
+        """The copy of a task, a block of the pool if a fence made it, until it is released; ``None``: there
+        is none, its bytes are in live memory or went away with it.
         """
         with self._changed:
-            block = self._chunks.get(number)
-        if block is None:
-            return self._live_part(number), None
-        size = _size_bytes(self.holdings, self.tasks[number])
-        return _view(block)[:size], block if isinstance(block, np.ndarray) else None
+            return self._chunks.get(number)
+
+    def copy(self, number: int, into: Bytes) -> None:
+        """Live bytes of a task, read or not; on the thread that may change them, before it does.
+
+        Raises ``SaveFailed`` when that memory is not what it was.
+        """
+        self._copy(number, into)
 
     @property
     def digests(self) -> tuple[ReplicaDigest, ...]:

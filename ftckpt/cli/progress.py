@@ -155,6 +155,12 @@ def describe(event: Event) -> str | None:
             return f"{said['group']} died {said['deaths']} times within {said['window_s']:g} s: given up"
         case "lighthouse.died":
             return f"the lighthouse died: {said['how']}; it comes back on the same address"
+        case "agent.died":
+            return f"the agent of {said['tier']} died: {said['how']}; another one is started"
+        case "agent.drained":
+            return f"step {said['step']} of attempt {said['attempt']} was brought from the tier"
+        case "agent.aborted":
+            return f"step {said['step']} of attempt {said['attempt']} stays in no store: {said['why']}"
         case "job.stopping":
             return f"asked to stop: {', '.join(said['groups']) or 'no group'} may save and end"
         case "job.finished":
