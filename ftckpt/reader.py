@@ -25,6 +25,7 @@ from ftckpt.plan.restore import (
     Link,
     Placement,
     Run,
+    Span,
     bases_of,
     coalesce,
     index_chunks,
@@ -32,6 +33,7 @@ from ftckpt.plan.restore import (
     plan_restore,
 )
 from ftckpt.store.api import Buffer, ByteRange, ObjectStore
+from ftckpt.store.nearest import sources, tell_passed_over
 
 Place = Callable[[Placement, memoryview], None]
 Progress = Callable[[int, int], None]
@@ -65,6 +67,19 @@ def read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragmen
         ObjectDamaged: absent, or another size.
         RecordCorrupt: other bytes than the commit names.
     """
+    stores = sources(store)
+    for number, source in enumerate(stores):
+        try:
+            return _read_fragment(source, ref, at)
+        except (CorruptError, StoreError) as error:
+            if number + 1 == len(stores):
+                raise
+            if not isinstance(error.__cause__, ObjectNotFound):
+                tell_passed_over(store, number, ref.key, error)
+    raise AssertionError("unreachable: there is a last source")
+
+
+def _read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragment:
     try:
         body = bytes(store.read(ref.key))
     except ObjectNotFound as error:
@@ -117,9 +132,12 @@ def check_packs(store: ObjectStore, packs: Collection[tuple[str, int]], at: Posi
 def _damaged_packs(
     store: ObjectStore, packs: Collection[tuple[str, int]], at: Position
 ) -> Iterator[ObjectDamaged]:
-    found: dict[str, int] = {}
-    for prefix in sorted({key.rpartition("/")[0] for key, _ in packs}):
-        found.update((info.key, info.size_bytes) for info in store.scan(prefix))
+    wanted, found = dict(packs), dict[str, int]()
+    for source in sources(store):
+        absent = [key for key, size in wanted.items() if found.get(key) != size]
+        for prefix in sorted({key.rpartition("/")[0] for key in absent}):
+            sizes = {info.key: info.size_bytes for info in source.scan(prefix)}
+            found.update((key, sizes[key]) for key in absent if key in sizes)
     for key, size in sorted(packs):
         if found.get(key) != size:
             state = f"has {found[key]} bytes" if key in found else "is absent"
@@ -169,10 +187,7 @@ def fetch(
         if stop.is_set():
             return 0
         try:
-            bodies = _read_run(store, run)
-            for item in run.fetches:
-                own, *bases = bodies.of(item)
-                raw = verify(item, own, at, bases)
+            for item, raw in _verified(store, run, at):
                 for placement in item.placements:
                     place(placement, raw)
         except BaseException:
@@ -215,13 +230,42 @@ class _Bodies:
         )
 
 
-def _read_run(store: ObjectStore, run: Run) -> _Bodies:
-    return _Bodies(
-        tuple(
-            (span.pack, span.start, memoryview(store.read(span.pack, ByteRange(span.start, span.end))))
-            for span in run.spans
-        )
-    )
+def _verified(store: ObjectStore, run: Run, at: Position) -> Iterator[tuple[Fetch, memoryview]]:
+    """The chunks of a run with their raw bytes. When a source's bytes are bad, the rest of the run comes
+    from the next one.
+    """
+    stores = sources(store)
+    number = 0
+    bodies: _Bodies | None = None
+    for item in run.fetches:
+        while True:
+            try:
+                bodies = bodies or _read_run(stores[number:], run)
+                own, *bases = bodies.of(item)
+                raw = verify(item, own, at, bases)
+            except (CorruptError, StoreError) as error:
+                if number + 1 == len(stores):
+                    raise
+                tell_passed_over(store, number, run.pack, error)
+                number, bodies = number + 1, None
+            else:
+                yield item, raw
+                break
+
+
+def _read_run(stores: Sequence[ObjectStore], run: Run) -> _Bodies:
+    return _Bodies(tuple((span.pack, span.start, _read_span(stores, span)) for span in run.spans))
+
+
+def _read_span(stores: Sequence[ObjectStore], span: Span) -> memoryview:
+    """A span from the nearest store that has its pack."""
+    where = ByteRange(span.start, span.end)
+    for source in stores[:-1]:
+        try:
+            return memoryview(source.read(span.pack, where))
+        except ObjectNotFound:
+            continue
+    return memoryview(stores[-1].read(span.pack, where))
 
 
 def verify(item: Fetch, stored: Buffer, at: Position, bases: Sequence[Buffer] = ()) -> memoryview:
@@ -319,7 +363,7 @@ def verify_commit(
     done, total = 0, sum(run.read_bytes for run in runs)
     for run in runs:
         try:
-            bodies = _read_run(store, run)
+            bodies = _read_run(sources(store), run)
         except StoreError as error:
             problems.append(error)
             continue

@@ -27,6 +27,7 @@ from ftckpt.session.exactness import exactness
 from ftckpt.session.settings import Members, Settings
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
+from ftckpt.store.nearest import NearestStore
 from ftckpt.tiers import Tier
 
 INTERNAL = "ftckpt"
@@ -144,8 +145,9 @@ class Joining:
         if parent is None:
             return None
         commit = read_ref(self.store, parent)
+        near = [] if self.tier is None else [self.tier.store]
         done = restore_into(
-            self.store,
+            NearestStore([*near, self.store], self.events),
             commit,
             state,
             group=self.launch.group,

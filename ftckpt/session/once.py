@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from typing import Literal
 
 from ftckpt.errors import SettingsError
+from ftckpt.events import to_logging
 from ftckpt.layout import MAX_STEP
 from ftckpt.manifest import Commit
-from ftckpt.store import open_store
+from ftckpt.restoring import restore_into
+from ftckpt.store import LocalStore, open_store
+from ftckpt.store.nearest import NearestStore
 
 
 def is_step(step: object) -> bool:
@@ -23,11 +27,13 @@ def restore(
     step: int | Literal["latest"] | None = "latest",
     *,
     strict: bool = True,
+    tiers: Sequence[str | os.PathLike[str]] = (),
     store_options: Mapping[str, object] | None = None,
 ) -> Commit:
     """Overwrite the components in ``state`` with those of a step, once; any subset of them.
 
-    Blocks until it is done. Other components of the step are left alone, and so is the run.
+    Blocks until it is done. Other components of the step are left alone, and so is the run. What a folder
+    of ``tiers`` has, at the right digest, is read from there; which step it is, the run says.
 
     Raises:
         RunNotFound, NoCommit, StepNotFound: nothing to restore. Nothing was changed.
@@ -38,5 +44,10 @@ def restore(
 
     if step not in ("latest", None) and not is_step(step):
         raise SettingsError(f'SettingsError: step={step!r} has no meaning; give a step\'s number or "latest"')
-    with Run(open_store(uri, options=store_options, allow_unconditional=True)) as run:
-        return run.restore(state, None if step == "latest" else step, strict=strict)
+    with ExitStack() as stack:
+        far = open_store(uri, options=store_options, allow_unconditional=True)
+        stack.callback(far.close)
+        near = [LocalStore(os.fspath(tier)) for tier in tiers if os.fspath(tier) != os.fspath(uri)]
+        commit = Run(far).commit(None if step == "latest" else step)
+        restore_into(NearestStore([*near, far], to_logging), commit, state, subset=True, strict=strict)
+        return commit
