@@ -33,7 +33,7 @@ def silent(_event: Event) -> None:
     """Events nobody wants."""
 
 
-_BAD = frozenset({"failed", "save_failed", "aborted", "fenced", "diverged", "retry", "warning"})
+_BAD = frozenset({"failed", "save_failed", "aborted", "fenced", "diverged", "retry", "warning", "stale"})
 _EVERY_STEP = frozenset({"session.step", "group.turn"})
 
 

@@ -64,7 +64,7 @@ class Holding:
 
     ``ranks`` are ranks inside the replica group, this one included, ascending. ``every_group`` says
     that all participating groups hold it too (everything but ``PerRank`` leaves). ``frozen`` leaves
-    never change after the first save.
+    never change after the first save; ``owned`` ones belong to an optimizer of the state.
     """
 
     leaf: LeafSpec
@@ -72,6 +72,7 @@ class Holding:
     ranks: tuple[int, ...]
     every_group: bool = True
     frozen: bool = False
+    owned: bool = False
 
     @property
     def size_bytes(self) -> int:

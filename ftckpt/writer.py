@@ -31,6 +31,7 @@ from ftckpt.codec import Bases, Candidate, Codec, Rates, always
 from ftckpt.commit import Expected, Patience, abort, check_settled, failure, put_fragment, read_commit, settle
 from ftckpt.errors import AlreadyExists, Diverged, Fenced, FtckptError, SaveFailed, StoreError, first_line
 from ftckpt.events import Event, Events, silent
+from ftckpt.freshness import Stale, find_stale
 from ftckpt.layout import Writer
 from ftckpt.leaf import Holding
 from ftckpt.lineage import on_lineage
@@ -92,6 +93,8 @@ class SaveJob:
     why: tuple[str, ...] = ()
     trouble: str = ""
     meter: Meter = field(default_factory=Meter)
+    updates: Mapping[str, int] = field(default_factory=dict)
+    """By component: how often an optimizer updated it, since the session was entered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,8 @@ class SaveHandle:
         self.step = step
         self.heard = False
         """Whether ``wait`` already told of its failure."""
+        self.stale: tuple[Stale, ...] = ()
+        """Once it is done: components that were trained and yet are those of the commit before."""
         self._future: Future[Commit] = Future()
         self._durable = durable
 
@@ -219,6 +224,7 @@ class Outcome:
     failures: list[Failure] = field(default_factory=list)
     durable_s: list[float] = field(default_factory=list)
     """Of saves that became readable: how long after they were asked for."""
+    stale: list[Stale] = field(default_factory=list)
     fenced: Fenced | None = None
 
 
@@ -261,6 +267,7 @@ class SaveEngine:
             Rates(settings.encode_threads),
         )
         self._index: Mapping[str, Sequence[Saved]] | None = None
+        self._updates: dict[str, int] = {}
         self._unsettled: Position | None = None
         self._diverged: Diverged | None = None
         self._await: Position | None = None
@@ -339,7 +346,7 @@ class SaveEngine:
         """What became of the saves since the last call; failures and times are handed out once."""
         with self._changed:
             now = replace(self._outcome)
-            self._outcome.failures, self._outcome.durable_s = [], []
+            self._outcome.failures, self._outcome.durable_s, self._outcome.stale = [], [], []
         return now
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -377,7 +384,7 @@ class SaveEngine:
             self._current = job, handle = item
             try:
                 try:
-                    commit = self._save(job)
+                    commit, handle.stale = self._save(job)
                 finally:
                     if job.snapshot is not None:
                         job.snapshot.close()
@@ -413,13 +420,14 @@ class SaveEngine:
             else:
                 self._outcome.last = became
                 self._outcome.durable_s.append(age_s)
+                self._outcome.stale.extend(handle.stale)
                 self._outcome.failed_in_row = 0
                 handle._future.set_result(became)  # noqa: SLF001
             self._jobs.popleft()
             self._changed.notify_all()
             return True
 
-    def _save(self, job: SaveJob) -> Commit:
+    def _save(self, job: SaveJob) -> tuple[Commit, tuple[Stale, ...]]:
         meter = job.meter
         self._store.begin()
         self._ledger.begin()
@@ -464,8 +472,21 @@ class SaveEngine:
                 },
             )
         )
+        stale = self._judge(job, fragment, record)
         self._on_commit(record)
-        return record
+        return record, stale
+
+    def _judge(self, job: SaveJob, fragment: Fragment | None, record: Commit) -> tuple[Stale, ...]:
+        """Which trained components are bit for bit those of the commit before; told at once."""
+        found: tuple[Stale, ...] = ()
+        if fragment is not None and job.snapshot is not None:
+            since = {name: count - self._updates.get(name, 0) for name, count in job.updates.items()}
+            found = find_stale(fragment, record, job.snapshot.holdings, since)
+        self._updates = dict(job.updates)
+        for one in found:
+            told = {"step": one.step, "component": one.component, "since_step": one.since_step}
+            self._events(Event("save.stale", {**told, "updates": one.updates, "why": one.why}))
+        return found
 
     def _write(self, job: SaveJob, expected: Expected) -> tuple[Fragment | None, BaseException | None]:
         """Put packs and fragment; when that fails, a failure fragment so that nobody waits for it.

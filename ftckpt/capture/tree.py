@@ -93,7 +93,8 @@ class Draft:
             values.refuse(tensor, name, "a DTensor belongs to all ranks of its mesh and cannot be PerRank")
         spec = LeafSpec(name, "tensor", dtype_name(part.local.dtype), part.shape, within.owner)
         ranks = (self.where.rank,) if within.owner else part.ranks
-        self._add(LiveLeaf(Holding(spec, part.box, ranks, not within.owner, within.frozen), part.local, lazy))
+        holding = Holding(spec, part.box, ranks, not within.owner, within.frozen, owned=lazy)
+        self._add(LiveLeaf(holding, part.local, lazy))
         ref = TensorRef(name)
         self._met[component, id(tensor)] = (tensor, ref)  # kept alive, so that no id is used twice
         return ref

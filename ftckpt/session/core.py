@@ -353,8 +353,7 @@ class Session:
         inside = Inside(ledger, ranks, attempt, me, engine, self.settings, self._events, pool, pace, tiered)
         self._entered = inside
         engine.start()
-        if self.settings.stage == "lazy":
-            inside.watch(Fences(self.state, self._before_change, inside.foreign))
+        inside.watch(Fences(self.state, self._before_change, inside.foreign))
         self._stop.install()
 
     def _enter_tier(self, store: ObjectStore, tier: Tier, ranks: Ranks, me: Writer) -> Tiered:
@@ -462,7 +461,7 @@ class Session:
         leaves = self._capture(expected.at.step)
         place_ = Place(membership.index, len(membership.members), inside.ranks.rank)
         guarantee, why = self._exactness(len(membership.members))
-        job = SaveJob(expected, None, guarantee=guarantee, why=why, meter=meter)
+        job = SaveJob(expected, None, guarantee=guarantee, why=why, meter=meter, updates=inside.updates())
         tasks = plan_save([leaf.holding for leaf in leaves], place_, self.settings.chunk_bytes)
         try:
             at = expected.at.step
@@ -527,6 +526,9 @@ class Session:
             self._events(Event("session.save_failed", told))
             if isinstance(failure.error, SaveError):
                 self._at.owed = True
+        for stale in outcome.stale:
+            where = {"step": stale.step, "component": stale.component}
+            self._events(Event("session.stale", {**where, "why": stale.why}))
         for seconds in outcome.durable_s:
             inside.pace.durable(seconds)
         if outcome.fenced is not None:

@@ -62,8 +62,8 @@ class Inside:
     _janitor: threading.Thread | None = field(default=None)
 
     def watch(self, fences: Fences) -> None:
-        """Snapshots are lazy from now on: have the pool's memory ready for a first fence."""
-        if self.settings.staging_bytes is not None:
+        """Hear of changes from now on; have the pool's memory ready for a first fence."""
+        if self.settings.stage == "lazy" and self.settings.staging_bytes is not None:
             self.pool.touch(self.settings.chunk_bytes)
         self.fences = fences
 
@@ -93,6 +93,10 @@ class Inside:
         self.live = [*streaming, _Streaming(step, live, meter)]
         return live
 
+    def updates(self) -> dict[str, int]:
+        """How often optimizers updated each component so far."""
+        return dict(self.fences.updates) if self.fences is not None else {}
+
     def fence(self, what: str) -> None:
         """On the thread that is about to change captured memory: stage what is still to be read of it."""
         for save in self.live:
@@ -104,6 +108,8 @@ class Inside:
 
     def foreign(self, what: str) -> None:
         """An optimizer that is not in the state steps a captured parameter."""
+        if self.settings.stage == "eager":
+            return  # what was copied is safe from it
         why = "an optimizer outside the state steps a captured parameter; it is fenced"
         self.events(Event("save.warning", {"what": what, "why": why}))
 
