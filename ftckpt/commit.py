@@ -237,6 +237,7 @@ def build(expected: Expected, found: Mapping[Writer, tuple[Fragment, FragmentRef
         components=summarize(at, [fragment for fragment, _ in ordered]),
         guarantee=max(guarantees, default="E4"),
         why=tuple(sorted({reason for fragment, _ in ordered for reason in fragment.why})),
+        left_out=tuple(sorted({line for fragment, _ in ordered for line in fragment.left_out})),
     )
 
 

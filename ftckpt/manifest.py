@@ -189,6 +189,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaDigest, ...] = ()
     guarantee: Guarantee = "E4"
     why: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 class LeafRange(msgspec.Struct, frozen=True, array_like=True):
@@ -224,7 +225,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """``commits/<step>-<n>``: the step is readable; or, with ``aborted`` set, it never will be.
 
     Its bytes hold no clock and no committer. ``state`` is the digest of the content, whoever wrote
-    which part of it: two commits of one step with equal ``state`` are the same step.
+    which part of it: two commits of one step with equal ``state`` are the same step. ``left_out`` says,
+    for people, what the step does not hold; empty: whoever wrote it did not say.
     """
 
     format: int
@@ -238,6 +240,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     components: dict[str, ComponentSummary] = {}
     guarantee: Guarantee = "E4"
     why: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def at(self) -> Position:

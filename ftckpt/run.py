@@ -17,6 +17,7 @@ from ftckpt import layout
 from ftckpt.attempts import Look, choose, find_run, look, read_claim, read_start
 from ftckpt.boxes import Box, whole
 from ftckpt.errors import CorruptError, ObjectDamaged, ObjectNotFound, StateMismatch, StoreError
+from ftckpt.inventory import Part, take_inventory
 from ftckpt.leaf import LeafSpec
 from ftckpt.lineage import orphans
 from ftckpt.manifest import (
@@ -159,6 +160,11 @@ class Run:
     def components(self, step: int | None = None) -> Mapping[str, ComponentSummary]:
         """Components of a step with their leaves and bytes."""
         return self.commit(step).components
+
+    def inventory(self, step: int | None = None) -> Mapping[str, Part]:
+        """Components of a step with their bytes by codec, their chains, and what they reuse."""
+        commit = self.commit(step)
+        return take_inventory(commit.at, read_fragments(self._store, commit))
 
     def value(self, component: str, step: int | None = None) -> object:
         """The plain values of a component: its structure, with ``TensorRef`` where tensors are.

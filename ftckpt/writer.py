@@ -91,6 +91,7 @@ class SaveJob:
     snapshot: Snapshot | None
     guarantee: Guarantee = "E4"
     why: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     trouble: str = ""
     meter: Meter = field(default_factory=Meter)
     updates: Mapping[str, int] = field(default_factory=dict)
@@ -687,6 +688,7 @@ def write_share(
         replicas=replicas,
         guarantee=job.guarantee,
         why=job.why,
+        left_out=job.left_out,
     )
 
 

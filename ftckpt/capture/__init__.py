@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ftckpt.capture.fences import Fences
 from ftckpt.capture.marks import Frozen, OnResize, PerRank
+from ftckpt.capture.omissions import left_out, left_out_now
 from ftckpt.capture.restoring import Target, target
 from ftckpt.capture.rng import reseed
 from ftckpt.capture.saving import capture
@@ -22,6 +23,8 @@ __all__ = [
     "OnResize",
     "LiveLeaf",
     "capture",
+    "left_out",
+    "left_out_now",
     "Want",
     "Target",
     "target",

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ftckpt.capture.marks import Frozen, PerRank
+from ftckpt.capture.marks import is_frozen, unmarked
 from ftckpt.capture.parts import local_of
 
 Told = Callable[[str], None]
@@ -43,7 +43,7 @@ class Fences:
         self.updates: dict[str, int] = {}
         self._handles: list[Any] = [register_optimizer_step_pre_hook(self._before_step)]
         for name, value in state.items():
-            self._watch(name, _unmarked(value), learns=not _is_frozen(value))
+            self._watch(name, unmarked(value), learns=not is_frozen(value))
 
     def remove(self) -> None:
         """Take all hooks out."""
@@ -129,18 +129,6 @@ def _learns(group: Mapping[str, Any]) -> bool:
     if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
         return True
     return float(lr) != 0.0
-
-
-def _is_frozen(value: object) -> bool:
-    while isinstance(value, PerRank):
-        value = value.value
-    return isinstance(value, Frozen)
-
-
-def _unmarked(value: object) -> object:
-    while isinstance(value, Frozen | PerRank):
-        value = value.value
-    return value
 
 
 def _addresses(parameters: Iterator[torch.Tensor]) -> Iterator[int]:

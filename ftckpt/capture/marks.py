@@ -58,3 +58,17 @@ class PerRank(Generic[T]):
                 setting="on_resize",
                 found="merge",
             )
+
+
+def unmarked(value: object) -> object:
+    """What stands inside of the marks."""
+    while isinstance(value, Frozen | PerRank):
+        value = value.value
+    return value
+
+
+def is_frozen(value: object) -> bool:
+    """Whether ``Frozen`` is among its marks."""
+    while isinstance(value, PerRank):
+        value = value.value
+    return isinstance(value, Frozen)

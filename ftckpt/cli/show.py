@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from ftckpt.cli.common import (
 )
 from ftckpt.cli.records import attempt_json, attempts_json, attempts_table, bytes_of, groups_of
 from ftckpt.errors import ObjectNotFound
+from ftckpt.inventory import Part
 from ftckpt.manifest import Claim, Commit, Start
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def show(
     as_json: AsJson = False,
     store_option: StoreOptions = None,
 ) -> None:
-    """Show what a commit holds, who wrote it, and how exact a resume from it is.
+    """Show what a commit holds and what it leaves out, who wrote it, and how exact a resume from it is.
 
     Example: ftckpt show /data/runs/grpo-1 --step 400 --leaves
     """
@@ -92,6 +94,8 @@ def _json(run: Run, commit: Commit, *, leaves: bool, attempts: bool) -> dict[str
             {"fragment": ref.key, "size_bytes": ref.size, "digest": ref.digest} for ref in commit.fragments
         ],
         "components": commit.components,
+        "inventory": {name: _part_json(part) for name, part in run.inventory(commit.step).items()},
+        "left_out": commit.left_out,
         "written_by": attempt_json(*origin) if origin else None,
     }
     if leaves:
@@ -121,13 +125,9 @@ def _show(run: Run, commit: Commit, *, leaves: bool, attempts: bool) -> None:
         if start is not None and start.versions:
             print(f"           {', '.join(f'{name} {text}' for name, text in start.versions.items())}")
     print()
-    numbers = ("leaves", "raw", "stored", "reused")
-    rows = table("component", *numbers, right=numbers)
-    for name, part in sorted(commit.components.items()):
-        rows.add_row(
-            name, str(part.leaves), size(part.raw_bytes), size(part.stored_bytes), size(part.reused_bytes)
-        )
-    print_table(rows)
+    _show_parts(run.inventory(commit.step))
+    print()
+    _show_left_out(commit)
     if leaves:
         print()
         named = table("leaf", "kind", "dtype", "shape", "rank's own")
@@ -139,3 +139,50 @@ def _show(run: Run, commit: Commit, *, leaves: bool, attempts: bool) -> None:
     if attempts:
         print()
         print_table(attempts_table(run))
+
+
+def _show_parts(parts: Mapping[str, Part]) -> None:
+    numbers = ("leaves", "raw", "stored", "reused", "chain")
+    rows = table("component", *numbers, "codecs", right=numbers)
+    for name, part in parts.items():
+        codecs = (
+            f"{codec} {one.chunks} × {one.ratio:.2f}"
+            for codec, one in sorted(part.written.items(), key=lambda item: -item[1].raw_bytes)
+        )
+        sizes = (size(part.raw_bytes), size(part.stored_bytes), size(part.reused_bytes))
+        own = f", own of {_count(len(part.owners), 'rank')}" if part.owners else ""
+        rows.add_row(
+            name, str(len(part.leaves)), *sizes, str(part.longest_chain), (", ".join(codecs) or "-") + own
+        )
+    print_table(rows)
+
+
+def _show_left_out(commit: Commit) -> None:
+    if not commit.left_out:
+        print("not in it  (its writer did not say)")
+    for number, line in enumerate(commit.left_out):
+        print(f"{'not in it' if number == 0 else '':10} {line}")
+
+
+def _part_json(part: Part) -> dict[str, Any]:
+    return {
+        "leaves": len(part.leaves),
+        "raw_bytes": part.raw_bytes,
+        "stored_bytes": part.stored_bytes,
+        "reused_bytes": part.reused_bytes,
+        "longest_chain": part.longest_chain,
+        "owners": sorted(part.owners),
+        "codecs": {
+            codec: {
+                "chunks": one.chunks,
+                "raw_bytes": one.raw_bytes,
+                "stored_bytes": one.stored_bytes,
+                "ratio": round(one.ratio, 4),
+            }
+            for codec, one in sorted(part.written.items())
+        },
+    }
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from ftckpt.begin import OnEmpty
 from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
-from ftckpt.capture import Fences, LiveLeaf, capture
+from ftckpt.capture import Fences, LiveLeaf, capture, left_out, left_out_now
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Codec
 from ftckpt.commit import Expected, Patience
@@ -353,6 +353,7 @@ class Session:
         inside = Inside(ledger, ranks, attempt, me, engine, self.settings, self._events, pool, pace, tiered)
         self._entered = inside
         engine.start()
+        inside.left_out = left_out(self.state)
         inside.watch(Fences(self.state, self._before_change, inside.foreign))
         self._stop.install()
 
@@ -462,6 +463,7 @@ class Session:
         place_ = Place(membership.index, len(membership.members), inside.ranks.rank)
         guarantee, why = self._exactness(len(membership.members))
         job = SaveJob(expected, None, guarantee=guarantee, why=why, meter=meter, updates=inside.updates())
+        job = replace(job, left_out=(*inside.left_out, *left_out_now(self.state)))
         tasks = plan_save([leaf.holding for leaf in leaves], place_, self.settings.chunk_bytes)
         try:
             at = expected.at.step

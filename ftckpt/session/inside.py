@@ -59,6 +59,8 @@ class Inside:
     live: list[_Streaming] = field(default_factory=list)
     saving: threading.Lock = field(default_factory=threading.Lock)
     fences: Fences | None = None
+    left_out: tuple[str, ...] = ()
+    """What no save of this session holds."""
     _janitor: threading.Thread | None = field(default=None)
 
     def watch(self, fences: Fences) -> None:
