@@ -331,6 +331,9 @@ class Session:
                 carries=found.fresh,
             )
             incarnation, self._at.membership = self._group.incarnation, None
+        pace = Pace(
+            self.settings.save_every, self._clock, self._events, self.settings.mtbf_s, joining.ends(attempt)
+        )
         me = Writer(self._launch.group, ranks.rank, incarnation)
         tiered = None if tier is None else self._enter_tier(store, tier, ranks, me)
         ledger = store if tiered is None or not tiered.shared else tiered.tier.store
@@ -346,10 +349,8 @@ class Session:
             journal=NOWHERE if tiered is None else tiered.journal,
             durable=at_once if tiered is None else tiered.durable,
         )
-        pool = StagingPool(self.settings.staging_bytes)
-        pace = Pace(
-            self.settings.save_every, self._clock, self._events, self.settings.mtbf_s, joining.ends(attempt)
-        )
+        budget_bytes = self.settings.staging_bytes
+        pool = StagingPool(budget_bytes) if tiered is None else tiered.pool(budget_bytes)
         inside = Inside(ledger, ranks, attempt, me, engine, self.settings, self._events, pool, pace, tiered)
         self._entered = inside
         engine.start()
@@ -466,8 +467,7 @@ class Session:
         job = replace(job, left_out=(*inside.left_out, *left_out_now(self.state)))
         tasks = plan_save([leaf.holding for leaf in leaves], place_, self.settings.chunk_bytes)
         try:
-            at = expected.at.step
-            return replace(job, snapshot=inside.snapshot(at, leaves, tasks, place_.participants, meter))
+            return replace(job, snapshot=inside.snapshot(job, leaves, tasks, place_.participants))
         except SaveFailed as error:
             meter.fail("capture")
             return replace(job, trouble=error.message)

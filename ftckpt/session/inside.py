@@ -26,8 +26,9 @@ from ftckpt.session.settings import Settings
 from ftckpt.session.tiered import Tiered
 from ftckpt.snapshot import Live, Snapshot, StagingPool, stage
 from ftckpt.sources import Rings
+from ftckpt.staging import Kept
 from ftckpt.store.api import ObjectStore
-from ftckpt.writer import SaveEngine
+from ftckpt.writer import SaveEngine, SaveJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class _Streaming:
     """A save that may still read live memory."""
 
     step: int
-    snapshot: Live
+    snapshot: Live | Kept
     meter: Meter
 
 
@@ -70,17 +71,12 @@ class Inside:
         self.fences = fences
 
     def snapshot(
-        self,
-        step: int,
-        leaves: Sequence[LiveLeaf],
-        tasks: Sequence[ChunkTask],
-        participants: int,
-        meter: Meter,
+        self, job: SaveJob, leaves: Sequence[LiveLeaf], tasks: Sequence[ChunkTask], participants: int
     ) -> Snapshot:
         """The bytes of these chunks as they are now; raises ``SaveFailed`` beyond the staging budget."""
         settings = self.settings
         holders = participants if settings.check_replicas else 0
-        if settings.stage == "eager":
+        if settings.stage == "eager" and self.tiered is None:
             return stage(leaves, tasks, settings.staging_bytes, holders=holders)
         live = Live(
             leaves,
@@ -91,9 +87,12 @@ class Inside:
             verify=settings.verify_snapshot,
             rings=self.rings,
         )
+        kept = live if self.tiered is None else self.tiered.keep(live, job, self.pool)
+        if settings.stage == "eager":
+            kept.fence(settings.fence_deadline_s)
         streaming = [other for other in self.live if other.snapshot.is_live]
-        self.live = [*streaming, _Streaming(step, live, meter)]
-        return live
+        self.live = [*streaming, _Streaming(job.expected.at.step, kept, job.meter)]
+        return kept
 
     def updates(self) -> dict[str, int]:
         """How often optimizers updated each component so far."""

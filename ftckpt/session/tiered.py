@@ -17,9 +17,11 @@ from ftckpt.elastic.keeper import AgentKeeper
 from ftckpt.errors import SettingsError
 from ftckpt.events import Event, Events
 from ftckpt.layout import Writer
-from ftckpt.manifest import FORMAT, Commit, Position, Ref, Saving, encode
+from ftckpt.manifest import FORMAT, Commit, Fragment, Position, Ref, Saving, Staging, encode
 from ftckpt.ranks import Ranks, tell, together
 from ftckpt.retention import Keep
+from ftckpt.snapshot import Live, StagingPool
+from ftckpt.staging import Kept, StagingFile
 from ftckpt.store.api import ObjectStore
 from ftckpt.tiers import Life, Tier, is_shared, leave_mark, mirror, remove_mark, wait_until_settled
 from ftckpt.writer import SaveJob
@@ -113,6 +115,7 @@ class Tiered:
     journal: TierJournal
     events: Events
     _life: Life
+    _file: StagingFile
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _agent: str = ""
@@ -127,6 +130,35 @@ class Tiered:
 
         self._thread = threading.Thread(target=work, name="ftckpt-agent-keeper", daemon=True)
         self._thread.start()
+
+    def pool(self, budget_bytes: int | None) -> StagingPool:
+        """Blocks that outlive this process."""
+        return StagingPool(budget_bytes, self._file.allocate)
+
+    def keep(self, live: Live, job: SaveJob, pool: StagingPool) -> Kept:
+        """A snapshot that the agent can finish."""
+        journal, expected = self.journal, job.expected
+        partial = Fragment(
+            format=FORMAT,
+            attempt=expected.at.attempt,
+            step=expected.at.step,
+            writer=str(journal.me),
+            quorum=expected.quorum,
+            members=expected.members,
+            parent=None,
+            guarantee=job.guarantee,
+            why=job.why,
+        )
+        note = Staging(
+            format=FORMAT,
+            partial=partial,
+            spans=(),
+            writers=tuple(map(str, expected.writers)),
+            shared=journal.shared,
+            keep_last=journal.keep.last,
+            keep_every=journal.keep.every,
+        )
+        return Kept(live, note, journal.near, journal.me, pool, self._file, SystemClock(), self.events)
 
     def durable(self, commit: Commit, timeout_s: float | None) -> Commit:
         """Wait until the far store has what the tier has."""
@@ -149,6 +181,7 @@ class Tiered:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(KEEPER_PERIOD_S * 10)
+        self._file.close()
         self._life.__exit__()
         self.tier.store.close()
         self.far.close()
@@ -164,4 +197,5 @@ def enter_tier(
     life = tier.life(me)
     with together(ranks, "entering the tier"):
         life.__enter__()
-    return Tiered(tier, far, shared, TierJournal(tier.store, me, shared, keep), events, life)
+        file = StagingFile(tier.staging_path(me))
+    return Tiered(tier, far, shared, TierJournal(tier.store, me, shared, keep), events, life, file)
