@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from ftckpt.cli.agent import agent
+from ftckpt.cli.diff import diff
 from ftckpt.cli.gc import gc
 from ftckpt.cli.ls import ls
 from ftckpt.cli.resume import resume
@@ -60,5 +61,6 @@ app.command(short_help="Go on with a run, from nothing but its address.")(resume
 app.command(short_help="List the commits of a run.")(ls)
 app.command(short_help="Show what a commit holds and who wrote it.")(show)
 app.command(short_help="Read and check every byte.")(verify)
+app.command(short_help="Compare two steps, leaf by leaf.")(diff)
 app.command(short_help="Delete what nothing needs.")(gc)
 app.command(short_help="Bring what a tier of this machine holds to the run.")(agent)

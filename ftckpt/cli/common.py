@@ -72,6 +72,19 @@ def locate(address: str) -> str:
     return address if _SCHEME.match(address) else str(Path(address).absolute())
 
 
+def split_step(text: str) -> tuple[str, int | None]:
+    """``RUN@STEP`` in its two parts; ``RUN`` and ``RUN@latest`` mean the newest step."""
+    address, at, step = text.rpartition("@")
+    if at and step.isascii() and step.isdecimal():
+        return address, int(step)
+    return (address, None) if at and step == "latest" else (text, None)
+
+
+def options_for(address: str, options: Mapping[str, object]) -> Mapping[str, object]:
+    """Options of a command with several addresses: a folder takes none of them."""
+    return options if _SCHEME.match(address) and not address.startswith("file:") else {}
+
+
 def parse_options(given: Sequence[str] | None) -> dict[str, object]:
     """``KEY=VALUE`` strings as a mapping. A wrong one is a usage error that does not repeat it."""
     options: dict[str, object] = {}
@@ -113,13 +126,13 @@ def reading(address: str, given: Sequence[str] | None) -> Iterator[Run]:
 
 
 @contextmanager
-def reporting(*, as_json: bool) -> Iterator[None]:
-    """Turn what ftckpt raises on purpose into a message and exit code 1. Others keep their traceback."""
+def reporting(*, as_json: bool, code: int = 1) -> Iterator[None]:
+    """Turn what ftckpt raises on purpose into a message and an exit code. Others keep their traceback."""
     try:
         yield
     except FtckptError as error:
         tell_error(error, as_json=as_json)
-        raise typer.Exit(1) from None
+        raise typer.Exit(code) from None
 
 
 def tell_error(error: FtckptError, *, as_json: bool) -> None:
@@ -207,7 +220,9 @@ class Bar:
         if self._commit == 0 or done_bytes <= self._done or total_bytes != self._total:
             self._commit += 1
         self._done, self._total = done_bytes, total_bytes
-        text = f"commit {min(self._commit, self._commits)} of {self._commits}"
+        text = (
+            f"commit {min(self._commit, self._commits)} of {self._commits}" if self._commits > 1 else "bytes"
+        )
         self._shown.update(self._task, description=text, completed=done_bytes, total=total_bytes)
 
 
