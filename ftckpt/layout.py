@@ -25,9 +25,6 @@ PROBES = "probes"
 SAVES = "saves"
 STAGED = "staged"
 
-MAX_STEP = 10**12 - 1
-MAX_ATTEMPT = 10**6 - 1
-
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _WRITER = re.compile(r"([A-Za-z0-9_-]{1,64})\.(0|[1-9][0-9]{0,5})\.([0-9a-f]{32})")
 _COMMIT = re.compile(r"(?:commits|collected)/([0-9]{12})-([0-9]{6})")

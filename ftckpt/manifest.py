@@ -11,7 +11,8 @@ Spans and boxes count elements; sizes and offsets in packs count bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from math import prod
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -25,12 +26,20 @@ FORMAT = 1
 SCALE = 1 << 32
 """Fractions of a leaf's first dimension are stored as integers of this many parts."""
 
+MAX_STEP = 10**12 - 1
+MAX_ATTEMPT = 10**6 - 1
 MAX_RECORD_BYTES = 1 << 30
 MAX_CHUNK_BYTES = 1 << 30
+MAX_LEAF_BYTES = (1 << 63) - 1
+MAX_VALUE_BYTES = (1 << 32) + 5
+"""Of a packed value; no more can be packed."""
+
 MAX_NDIM = 64
 _MARK = b"\nxxh3-128:"
 _TRAILER_BYTES = len(_MARK) + 32 + 1
 
+Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+Attempt = Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)]
 Guarantee = Literal["E1", "E2", "E3", "E4"]
 PinKind = Literal["start", "tip", "agent", "reader"]
 
@@ -49,8 +58,8 @@ class Position:
 class Ref(msgspec.Struct, frozen=True):
     """A commit, and the digest of its record."""
 
-    step: int
-    attempt: int
+    step: Step
+    attempt: Attempt
     digest: str
 
     @property
@@ -68,7 +77,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """``attempts/<n>``: someone means to begin attempt n. Whoever's nonce is in it has it."""
 
-    attempt: int
+    attempt: Attempt
     nonce: str
     host: str
     pid: int
@@ -85,10 +94,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     ``log_end`` is the last step of the parent lineage's rollout log that is to be replayed.
     """
 
-    attempt: int
+    attempt: Attempt
     nonce: str
     parent: Ref | None
-    log_end: int | None = None
+    log_end: Step | None = None
     groups: int
     nproc: int
     versions: dict[str, str] = {}
@@ -177,8 +186,8 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     format: int
-    attempt: int
-    step: int
+    attempt: Attempt
+    step: Step
     writer: str
     quorum: int
     members: str
@@ -230,8 +239,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     format: int
-    attempt: int
-    step: int
+    attempt: Attempt
+    step: Step
     aborted: str = ""
     parent: Ref | None = None
     state: str = ""
@@ -250,8 +259,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     """``collected/<step>-<n>``: the commit is no longer readable."""
 
-    step: int
-    attempt: int
+    step: Step
+    attempt: Attempt
     intent: str
 
 
@@ -263,8 +272,8 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     pin: str
-    step: int
-    attempt: int
+    step: Step
+    attempt: Attempt
     kind: PinKind
     holder: str
     by_attempt: int = 0
@@ -275,7 +284,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     """``gc/<id>``: what a collector is about to delete."""
 
     intent: str
-    victims: tuple[tuple[int, int], ...]
+    victims: tuple[tuple[Step, Attempt], ...]
 
 
 class Saving(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,8 +296,8 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     format: int
-    attempt: int
-    step: int
+    attempt: Attempt
+    step: Step
     writer: str
     quorum: int
     members: str
@@ -382,6 +391,7 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
             _check_fragment(record, key)
         elif isinstance(record, Staging):
             _check_fragment(record.partial, key)
+            _check_staging(record, key)
         elif isinstance(record, Commit):
             _check_commit(record, key)
         return record  # type: ignore[no-any-return]
@@ -397,8 +407,10 @@ class _Version(msgspec.Struct):
 
 
 def _check_commit(commit: Commit, key: str) -> None:
+    folder = f"fragments/{commit.attempt:06d}/{commit.step:012d}/"
     for ref in commit.fragments:
-        if ref.size < 0 or ref.size > MAX_RECORD_BYTES or not _is_below(ref.key, "fragments"):
+        own = ref.key.startswith(folder) and _is_below(ref.key, "fragments")
+        if not own or not 0 <= ref.size <= MAX_RECORD_BYTES:
             raise RecordCorrupt(
                 f"RecordCorrupt: {key} names a fragment that cannot be: {ref.key!r}, {ref.size} bytes",
                 key=key,
@@ -421,11 +433,12 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
             raise bad(f"names a pack that cannot be: {pack.key!r}, {pack.size} bytes")
     for leaf in fragment.leaves:
         shape = leaf.shape
-        if leaf.dtype not in ITEMSIZE_BYTES or len(shape) > MAX_NDIM or any(n < 0 for n in shape):
+        itemsize = ITEMSIZE_BYTES.get(leaf.dtype, 0)
+        fits = len(shape) <= MAX_NDIM and all(n >= 0 for n in shape)
+        if not itemsize or not fits or prod(n or 1 for n in shape) * itemsize > MAX_LEAF_BYTES:
             raise bad(f"gives {leaf.name!r} dtype {leaf.dtype!r} and shape {shape}")
-        if leaf.kind == "value" and (leaf.dtype != "uint8" or len(shape) != 1):
+        if leaf.kind == "value" and (leaf.dtype != "uint8" or len(shape) != 1 or shape[0] > MAX_VALUE_BYTES):
             raise bad(f"gives {leaf.name!r}, which is packed bytes, dtype {leaf.dtype!r} and shape {shape}")
-        itemsize = ITEMSIZE_BYTES[leaf.dtype]
         for record in leaf.boxes:
             flat = (*record.offset, *record.extent)
             if len(record.offset) != len(record.extent) or any(n < 0 for n in flat):
@@ -447,12 +460,25 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
                         and (link.stop - link.start) * itemsize <= MAX_CHUNK_BYTES
                         and 0 <= link.pack < len(fragment.packs)
                         and link.offset >= 0
-                        and link.size > 0
+                        and 0 < link.size <= (link.stop - link.start) * itemsize
                         and link.offset + link.size <= fragment.packs[link.pack].size
                         and len(link.raw) == len(link.stored) == 16
                         and _base_fits(link)
                     ):
                         raise bad(f"gives {leaf.name!r} a chunk that cannot be: {link}")
+
+
+def _check_staging(staging: Staging, key: str) -> None:
+    leaves = staging.partial.leaves
+    sound = all(len(leaf.boxes) == 1 for leaf in leaves) and all(
+        0 <= span.leaf < len(leaves)
+        and 0 <= span.start < span.stop <= leaves[span.leaf].boxes[0].box.numel
+        and span.at >= 0
+        and len(span.raw) == 16
+        for span in staging.spans
+    )
+    if not sound:
+        raise RecordCorrupt(f"RecordCorrupt: {key} speaks of staged bytes that cannot be", key=key)
 
 
 def _base_fits(chunk: ChunkRecord) -> bool:

@@ -16,8 +16,8 @@ import xxhash
 
 from ftckpt import codec, layout
 from ftckpt.bounds import require_number
-from ftckpt.boxes import Box
-from ftckpt.errors import ChunkCorrupt, CorruptError, ObjectDamaged, ObjectNotFound, StoreError
+from ftckpt.boxes import Box, whole
+from ftckpt.errors import ChunkCorrupt, CorruptError, ObjectDamaged, ObjectNotFound, RecordCorrupt, StoreError
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.manifest import Commit, Fragment, FragmentRef, Position, decode, digest_of, fraction, may_hold
 from ftckpt.plan.restore import (
@@ -95,7 +95,15 @@ def _read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragme
             key=ref.key,
             step=at.step,
         )
-    return decode(Fragment, body, ref.key)
+    fragment = decode(Fragment, body, ref.key)
+    if (fragment.step, fragment.attempt) != (at.step, at.attempt) or fragment.failure:
+        raise RecordCorrupt(
+            f"RecordCorrupt: {ref.key} is a fragment of step {fragment.step} of attempt {fragment.attempt}"
+            f"{', and tells of a failure' if fragment.failure else ''}; {at} names it as its own",
+            key=ref.key,
+            step=at.step,
+        )
+    return fragment
 
 
 def read_fragments(
@@ -115,8 +123,23 @@ def _relevant(ref: FragmentRef, wants: Collection[tuple[LeafSpec, Box]]) -> bool
 
 
 def leaf_specs(fragments: Iterable[Fragment]) -> dict[str, LeafSpec]:
-    """Every leaf the fragments speak of, by name."""
-    return {leaf.name: leaf.spec for fragment in fragments for leaf in fragment.leaves}
+    """Every leaf the fragments speak of, by name.
+
+    Raises:
+        RecordCorrupt: two of them say different things of one leaf.
+    """
+    specs: dict[str, LeafSpec] = {}
+    for fragment in fragments:
+        for leaf in fragment.leaves:
+            spec = leaf.spec
+            if specs.setdefault(leaf.name, spec) != spec:
+                raise RecordCorrupt(
+                    f"RecordCorrupt: the fragments of step {fragment.step} differ about {leaf.name}: "
+                    f"{specs[leaf.name]} and {spec}",
+                    leaf=leaf.name,
+                    step=fragment.step,
+                )
+    return specs
 
 
 def check_packs(store: ObjectStore, packs: Collection[tuple[str, int]], at: Position) -> None:
@@ -353,6 +376,7 @@ def verify_commit(
             fragments.append(read_fragment(store, ref, commit.at))
         except (CorruptError, StoreError) as error:
             problems.append(error)
+    problems.extend(_untiled(fragments) if not problems else ())
     fetches = _every_chunk(fragments)
     damaged = list(_damaged_packs(store, packs_of(fetches), commit.at))
     problems.extend(damaged)
@@ -377,6 +401,21 @@ def verify_commit(
         if progress is not None:
             progress(done, total)
     return problems
+
+
+def _untiled(fragments: Sequence[Fragment]) -> Iterator[RecordCorrupt]:
+    """Leaves of which the fragments do not hold every element once."""
+    index = index_chunks(fragments)
+    try:
+        specs = leaf_specs(fragments)
+    except RecordCorrupt as error:
+        yield error
+        return
+    for leaf in specs.values():
+        try:
+            plan_restore([(leaf, whole(leaf.shape))], index)
+        except RecordCorrupt as error:
+            yield error
 
 
 def _lost_base(item: Fetch, bad: Collection[object]) -> bool:

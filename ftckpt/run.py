@@ -183,9 +183,8 @@ class Run:
 
     def tensor(self, leaf: str, step: int | None = None, box: Box | None = None) -> torch.Tensor:
         """One tensor, or the part of it in ``box``, verified; fetches only chunks that overlap."""
-        import torch
-
         from ftckpt.capture import place
+        from ftckpt.capture.tensors import fresh_tensor
 
         commit = self.commit(step)
         specs = leaf_specs(read_fragments(self._store, commit))
@@ -200,9 +199,9 @@ class Run:
             )
         box = box or whole(spec.shape)
         fragments = read_fragments(self._store, commit, [(spec, box)])
-        result = torch.empty(box.extent, dtype=getattr(torch, spec.dtype))
         fetches = plan_restore([(spec, box)], index_chunks(fragments))
         check_packs(self._store, packs_of(fetches), commit.at)
+        result = fresh_tensor(box.extent, spec.dtype)
 
         def put(placement: Placement, raw: memoryview) -> None:
             piece = raw[placement.first_byte :][: placement.piece.numel * spec.itemsize_bytes]

@@ -31,9 +31,9 @@ always refused. Everything else is an *extension* whose type says what it is and
 35  TensorRef     str: the name of the leaf whose tensor stands here
 ==  ============  ==============================================================================
 
-A payload is again one MessagePack object of this kind, except of 1 and 9. Containers nest at most
-100 deep (a deque counts as two). A reader refuses trailing bytes, unknown extension types, lengths beyond the input, two
-equal keys in a dict, and keys that cannot be hashed.
+A payload is again one MessagePack object, an array or a str as stated, except of 1 and 9. Containers nest
+at most 100 deep (a deque counts as two). A reader refuses trailing bytes, unknown extension types, lengths
+beyond the input, two equal keys in a dict, and keys that cannot be hashed.
 
 Not kept: sharing (one list in two places becomes two), memory order and strides of arrays, NaN
 identity. Kept: types, order of dicts, every bit of floats.
@@ -41,6 +41,7 @@ identity. Kept: types, order of dicts, every bit of floats.
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 from collections import Counter, OrderedDict, deque
@@ -348,6 +349,8 @@ class _Reader:
         if code in (_INT, _COMPLEX):
             inner: Any = payload
         else:
+            if count and (payload[0] in _FIXEXT or 0xC7 <= payload[0] <= 0xC9):
+                _corrupt(f"extension type {code} holds an extension", at)
             reader = _Reader(payload)
             inner = reader.value(depth)
             if reader.at != len(payload):
@@ -356,10 +359,18 @@ class _Reader:
             return build(inner)
         except RecordCorrupt:
             raise
-        except (TypeError, ValueError, OverflowError, AttributeError, MemoryError, RuntimeError) as error:
+        except _NO_SUCH_VALUE as error:
             _corrupt(f"extension type {code} holds no such value ({error})", at, error)
 
 
+_NO_SUCH_VALUE = (
+    TypeError,
+    ValueError,
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    Warning,  # a process may have made errors of them
+)
 _FIXED: dict[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}
 _NUMBERS = {0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"} | {
     0xD0: ">b",
@@ -445,9 +456,13 @@ def _build_slice(parts: Any) -> slice:
     return slice(start, stop, step)
 
 
+_PLAIN_DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,10}(\[[0-9]{0,10}[A-Za-z]{1,7}\])?")
+"""What NumPy is asked about at all: it takes text for dtypes that was never the name of one."""
+
+
 def _build_np_dtype(name: Any) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(_of(str, name))
-    if dtype.str != name or dtype.kind not in "biufcmMSU" or dtype.char in "gG":
+    dtype: np.dtype[Any] | None = np.dtype(name) if _PLAIN_DTYPE.fullmatch(_of(str, name)) else None
+    if dtype is None or dtype.str != name or dtype.char in "gG":
         raise ValueError(f"dtype {name!r:.60}")
     return dtype
 
@@ -481,7 +496,7 @@ def _elements(name: Any, shape: list[Any], raw: Any) -> np.ndarray[Any, Any]:
 def _build_torch_dtype(name: Any) -> Any:
     import torch
 
-    dtype = getattr(torch, _of(str, name))
+    dtype = vars(torch).get(_of(str, name))  # its __getattr__ would import things
     if not isinstance(dtype, torch.dtype) or str(dtype) != f"torch.{name}":
         raise ValueError(f"dtype {name!r:.60}")
     return dtype
@@ -490,7 +505,9 @@ def _build_torch_dtype(name: Any) -> Any:
 def _build_torch_size(items: Any) -> Any:
     import torch
 
-    return torch.Size([_of(int, n) for n in _of(list, items)])
+    if any(not -(1 << 63) <= _of(int, n) < 1 << 63 for n in _of(list, items)):
+        raise ValueError("an extent beyond 64 bits")
+    return torch.Size(items)
 
 
 def _build_torch_device(name: Any) -> Any:

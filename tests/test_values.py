@@ -213,6 +213,38 @@ def test_nesting_is_bounded_alike_when_written_and_when_read(wrap):
     assert levels in {MAX_DEPTH + 1, MAX_DEPTH // 2 + 1}
 
 
+def extension(code: int, payload: bytes) -> bytes:
+    return struct.pack(">BIb", 0xC9, len(payload), code) + payload
+
+
+def test_extensions_that_hold_extensions_are_refused_at_the_first():
+    """Their depth is not that of containers: a reader that followed them would run out of stack."""
+    data = b"\xc0"
+    for _ in range(3000):
+        data = extension(2, data)
+
+    with pytest.raises(RecordCorrupt, match="holds an extension"):
+        unpack(data)
+
+
+@pytest.mark.parametrize(
+    "code, text",
+    [
+        (16, "a5"),
+        (16, "(2,)f4"),
+        (16, "f4,f4"),
+        (16, "float32"),
+        (32, "_inductor"),
+        (32, "float"),
+        (34, "mkldnn"),
+    ],
+)
+def test_names_that_numpy_or_torch_would_take_but_nobody_writes_are_refused(code, text):
+    """Asking about some of them warns, or imports things."""
+    with pytest.raises(RecordCorrupt):
+        unpack(extension(code, pack(text, leaf="v")))
+
+
 def test_bytes_that_nest_deeper_than_anything_written_are_refused():
     with pytest.raises(RecordCorrupt, match="deep"):
         unpack(b"\x91" * 5000 + b"\xc0")

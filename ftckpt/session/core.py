@@ -32,8 +32,8 @@ from ftckpt.errors import (
     first_line,
 )
 from ftckpt.events import Event, Events, both, to_logging
-from ftckpt.layout import MAX_STEP, Writer
-from ftckpt.manifest import Commit, Guarantee, Position
+from ftckpt.layout import Writer
+from ftckpt.manifest import MAX_STEP, Commit, Guarantee, Position
 from ftckpt.membership import Membership, alone
 from ftckpt.meter import Meter
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save

@@ -9,8 +9,7 @@ from typing import Literal
 
 from ftckpt.errors import SettingsError
 from ftckpt.events import to_logging
-from ftckpt.layout import MAX_STEP
-from ftckpt.manifest import Commit
+from ftckpt.manifest import MAX_STEP, Commit
 from ftckpt.restoring import restore_into
 from ftckpt.store import LocalStore, open_store
 from ftckpt.store.nearest import NearestStore

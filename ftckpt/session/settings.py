@@ -11,8 +11,7 @@ from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.codec import Codec
 from ftckpt.elastic.launch import Launch
 from ftckpt.errors import SettingsError
-from ftckpt.layout import MAX_STEP
-from ftckpt.manifest import MAX_CHUNK_BYTES
+from ftckpt.manifest import MAX_CHUNK_BYTES, MAX_STEP
 from ftckpt.membership import Membership
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES
 from ftckpt.policy import Policy

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt import layout
-from ftckpt.layout import MAX_ATTEMPT, MAX_STEP, Writer
-from ftckpt.manifest import Position
+from ftckpt.layout import Writer
+from ftckpt.manifest import MAX_ATTEMPT, MAX_STEP, Position
 
 positions = st.builds(Position, st.integers(0, MAX_STEP), st.integers(1, MAX_ATTEMPT))
 writers = st.builds(

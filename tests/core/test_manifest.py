@@ -22,14 +22,18 @@ from ftckpt.manifest import (
     LeafRecord,
     PackRef,
     Record,
+    Ref,
     RunRecord,
+    StagedSpan,
+    Staging,
+    Tombstone,
     decode,
     encode,
     fraction,
     leaf_range,
     may_hold,
 )
-from tests.core.records import EVERY_KIND, FRAGMENT, PACK, chunk, commit, fragment, leaf, seal
+from tests.core.records import EVERY_KIND, FRAGMENT, PACK, WRITER, chunk, commit, fragment, leaf, seal
 from tests.core.strategies import boxes_inside, tilings
 
 every_kind = pytest.mark.parametrize("key, record", EVERY_KIND.items(), ids=lambda v: type(v).__name__)
@@ -123,6 +127,16 @@ CANNOT_BE = {
     "size of nothing": fragment(leaf(chunk(size=0))),
     "negative size": fragment(leaf(chunk(size=-48))),
     "huge size": fragment(leaf(chunk(size=1 << 62))),
+    "more stored than raw": fragment(leaf(chunk(size=49)), packs=(PackRef(PACK, 49),)),
+    "no such step": msgspec.structs.replace(fragment(), step=10**12),
+    "step before the first": msgspec.structs.replace(fragment(), step=-1),
+    "no such attempt": msgspec.structs.replace(fragment(), attempt=0),
+    "more bytes than there are": fragment(
+        leaf(shape=(1 << 62, 0, 1 << 62), offset=(0, 0, 0), extent=(0, 0, 0))
+    ),
+    "value of more bytes than can be packed": fragment(
+        leaf(kind="value", dtype="uint8", shape=((1 << 32) + 6,), offset=(0,), extent=(0,))
+    ),
     "no such pack": fragment(leaf(chunk(pack=1))),
     "pack from the end": fragment(leaf(chunk(pack=-1))),
     "huge chunk": fragment(leaf(chunk(0, 1 << 40), shape=(1 << 40,), offset=(0,), extent=(1 << 40,))),
@@ -161,10 +175,59 @@ def test_a_fragment_that_cannot_be_is_refused_though_its_digest_is_right(crafted
         decode(Fragment, encode(crafted), FRAGMENT)
 
 
-@pytest.mark.parametrize("key", ["../x", "fragments/../../etc", "/fragments/x", "packs/x", "fragments", ""])
-def test_a_commit_that_names_keys_outside_of_its_run_is_refused(key):
+@pytest.mark.parametrize(
+    "key",
+    [
+        "../x",
+        "fragments/../../etc",
+        "/fragments/x",
+        "packs/x",
+        "fragments",
+        "",
+        "fragments/000002/000000000012/../../../x",
+        FRAGMENT.replace("000000000012", "000000000011"),
+        FRAGMENT.replace("000002", "000001"),
+    ],
+)
+def test_a_commit_that_names_keys_outside_of_its_run_or_its_step_is_refused(key):
     with pytest.raises(RecordCorrupt, match="cannot be"):
         decode(Commit, encode(commit(key=key)), "commits/x")
+
+
+STAGING = Staging(
+    format=1, partial=fragment(), spans=(StagedSpan(0, 0, 12, 0, bytes(16)),), writers=(WRITER,)
+)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        StagedSpan(1, 0, 12, 0, bytes(16)),
+        StagedSpan(-1, 0, 12, 0, bytes(16)),
+        StagedSpan(0, -1, 12, 0, bytes(16)),
+        StagedSpan(0, 0, 13, 0, bytes(16)),
+        StagedSpan(0, 4, 4, 0, bytes(16)),
+        StagedSpan(0, 0, 12, -1, bytes(16)),
+        StagedSpan(0, 0, 12, 0, bytes(15)),
+    ],
+)
+def test_a_staging_that_cannot_be_is_refused(span):
+    key = FRAGMENT.replace("fragments", "staged")
+    crafted = msgspec.structs.replace(STAGING, spans=(*STAGING.spans, span))
+
+    assert decode(Staging, encode(STAGING), key) == STAGING
+    with pytest.raises(RecordCorrupt, match="cannot be"):
+        decode(Staging, encode(crafted), key)
+
+
+@pytest.mark.parametrize("wrong", [{"step": -1}, {"step": 10**12}, {"attempt": 0}, {"attempt": 10**6}])
+def test_steps_and_attempts_that_no_key_spells_are_refused(wrong):
+    tombstone = msgspec.structs.replace(Tombstone(step=1, attempt=1, intent="i"), **wrong)
+    parent = msgspec.structs.replace(commit(), parent=msgspec.structs.replace(Ref(1, 1, "x"), **wrong))
+
+    for record in (tombstone, parent, msgspec.structs.replace(commit(), **wrong)):
+        with pytest.raises(RecordCorrupt):
+            decode(type(record), encode(record), "key")
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 60])

@@ -13,7 +13,7 @@ from ftckpt import codec
 from ftckpt.errors import ChunkCorrupt, CorruptError, ObjectDamaged, RecordCorrupt
 from ftckpt.manifest import ChunkRecord, FragmentRef, PackRef, Position, digest_of, encode
 from ftckpt.plan.restore import Fetch, Placement
-from ftckpt.reader import ReadSettings, check_packs, fetch, read_fragment, read_values, verify
+from ftckpt.reader import ReadSettings, check_packs, fetch, leaf_specs, read_fragment, read_values, verify
 from tests.core.records import FRAGMENT, PACK, chunk, fragment, leaf
 from tests.support.stores import Sim
 
@@ -147,6 +147,23 @@ def test_a_value_is_read_whole_from_its_chunks():
     assert found == {"meta": body}
     with pytest.raises(CorruptError):
         read_values(sim.store, [fragment(whole, packs=(PackRef(PACK, 12),))], AT)
+
+
+@pytest.mark.parametrize("wrong", [{"step": 11}, {"attempt": 1}, {"failure": "disk full", "leaves": ()}])
+def test_a_fragment_of_another_step_or_of_a_failure_is_refused_though_the_commit_names_it(wrong):
+    body = encode(msgspec.structs.replace(fragment(), **wrong))
+    sim = Sim()
+    sim.objects[FRAGMENT] = body
+
+    with pytest.raises(RecordCorrupt, match="names it as its own"):
+        read_fragment(sim.store, FragmentRef(FRAGMENT, len(body), digest_of(body), ()), AT)
+
+
+def test_fragments_that_differ_about_a_leaf_are_refused_by_its_name():
+    flat = leaf(chunk(), shape=(12,), offset=(0,), extent=(12,))
+
+    with pytest.raises(RecordCorrupt, match=r"differ about actor\.weight"):
+        leaf_specs([fragment(), fragment(flat)])
 
 
 def test_a_whole_fragment_that_is_not_the_committed_one_is_refused():
