@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, get_args
 
-Stage = Literal["capture", "queued", "prepare", "fence", "read", "encode", "put", "put_wait", "settle"]
+Stage = Literal[
+    "capture", "queued", "prepare", "fence", "yielded", "read", "encode", "put", "put_wait", "settle"
+]
 """In the order of a save: taken on the trainer's thread (the stall); waiting for earlier saves; learning
-the parent; trainer held back by a fence; read from live or staged memory; hashed and encoded; put;
+the parent; trainer held back by a fence; holding back for a
+rollout engine; read from live or staged memory; hashed and encoded; put;
 encoders held back by puts; waiting for the others' shares and for the commit.
 """
 

@@ -21,6 +21,7 @@ import xxhash
 
 from ftckpt.capture import LiveLeaf, as_bytes_view
 from ftckpt.clock import Clock
+from ftckpt.colocation import HostBudget, Unshared
 from ftckpt.errors import SaveFailed
 from ftckpt.leaf import Holding
 from ftckpt.manifest import ChunkRecord, PackRef, ReplicaDigest
@@ -92,14 +93,24 @@ class StagingPool:
 
     ``budget_bytes`` bounds what is handed out at a time; ``None`` does not. ``touch`` makes the
     budget's pages ready beforehand, which halves the time of a first fence. ``allocate`` makes a new
-    block, or says that there is no room for one.
+    block, or says that there is no room for one. ``shared`` is asked for every block, and holds those
+    too that are kept for reuse; while ``lean`` is set none are. With ``keeps`` memory cannot be let go
+    of before ``close``, so blocks are always kept.
     """
 
     def __init__(
-        self, budget_bytes: int | None = None, allocate: Callable[[int], Bytes | None] = _memory
+        self,
+        budget_bytes: int | None = None,
+        allocate: Callable[[int], Bytes | None] = _memory,
+        shared: HostBudget | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
+        self._keeps = keeps
         self.budget_bytes = budget_bytes
+        self.lean = False
         self._allocate = allocate
+        self._shared = shared or Unshared()
         self._free: list[Bytes] = []
         self._used_bytes = 0
         self._lock = threading.Lock()
@@ -112,7 +123,8 @@ class StagingPool:
     def touch(self, block_bytes: int) -> None:
         """Fill the pool with touched blocks, up to the budget. Takes about 0.2 s a GiB."""
         for _ in range((self.budget_bytes or 0) // block_bytes):
-            block = self._allocate(block_bytes)
+            with self._lock:
+                block = self._new(block_bytes)
             if block is None:
                 return
             block.fill(0)
@@ -124,7 +136,10 @@ class StagingPool:
             if self.budget_bytes is not None and self._used_bytes + size > self.budget_bytes:
                 return None
             at = next((i for i, block in enumerate(self._free) if block.size >= size), None)
-            block = self._allocate(size) if at is None else self._free.pop(at)
+            block = self._new(size) if at is None else self._free.pop(at)
+            if block is None and self._free:
+                self._drop_free()  # none of them is large enough
+                block = self._new(size)
             self._used_bytes += 0 if block is None else block.size
             return block
 
@@ -137,11 +152,36 @@ class StagingPool:
     def _give(self, block: Bytes) -> None:
         with self._lock:
             self._free.append(block)
+            if self.lean:
+                self._drop_free()
 
-    def clear(self) -> None:
-        """Let go of all blocks that are not handed out."""
+    def clear(self) -> int:
+        """Let go of all blocks that are not handed out; how many bytes those were."""
         with self._lock:
-            self._free.clear()
+            return self._drop_free()
+
+    def close(self) -> None:
+        """The last of its blocks was put back."""
+        self._keeps = False
+        self.clear()
+
+    def _new(self, size: int) -> Bytes | None:
+        if not self._shared.take(size):
+            return None
+        block = self._allocate(size)
+        got_bytes = size if block is None else block.size
+        if block is not None and (got_bytes == size or self._shared.take(got_bytes - size)):
+            return block
+        self._shared.give(size)
+        return None
+
+    def _drop_free(self) -> int:
+        if self._keeps:
+            return 0
+        freed_bytes = sum(block.size for block in self._free)
+        self._free.clear()
+        self._shared.give(freed_bytes)
+        return freed_bytes
 
 
 # --- staged --------------------------------------------------------------------------------------
@@ -204,9 +244,14 @@ def stage(
     return Staged(holdings, tuple(tasks), chunks, tuple(digests))
 
 
-def _over_budget(need_bytes: int, budget_bytes: int) -> SaveFailed:
+def _over_budget(need_bytes: int, budget_bytes: int | None) -> SaveFailed:
+    limit = (
+        "no more host memory may be used"
+        if budget_bytes is None
+        else f"the staging budget is {budget_bytes} bytes"
+    )
     return SaveFailed(
-        f"SaveFailed: {need_bytes} bytes must be staged; the staging budget is {budget_bytes} bytes\n"
+        f"SaveFailed: {need_bytes} bytes must be staged; {limit}\n"
         "  training goes on and earlier commits are intact; raise staging_bytes, or save on more ranks",
         need_bytes=need_bytes,
         budget_bytes=budget_bytes,
@@ -267,6 +312,7 @@ class _Memory:
     data: torch.Tensor
     storage: torch.UntypedStorage
     size_bytes: int
+    address: int
     version: int
 
     def trouble(self) -> str:
@@ -276,6 +322,8 @@ class _Memory:
         now_bytes = self.storage.nbytes()
         if now_bytes != self.size_bytes:
             return f"was resized from {self.size_bytes} to {now_bytes} bytes"
+        if self.storage.data_ptr() != self.address:
+            return "was moved to other memory"
         if self.data._version != self.version:  # noqa: SLF001
             return "was written without an optimizer step or load_state_dict"
         return ""
@@ -349,7 +397,7 @@ class Live:
             return False
         storage = data.untyped_storage()
         self._sources[holding] = source
-        self._memory[holding] = _Memory(data, storage, storage.nbytes(), data._version)  # noqa: SLF001
+        self._memory[holding] = _Memory(data, storage, storage.nbytes(), storage.data_ptr(), data._version)  # noqa: SLF001
         return True
 
     def _copy(self, number: int, into: Bytes | None = None) -> Bytes:
@@ -479,7 +527,7 @@ class Live:
                     break
                 left_s = end_s - self._clock.now_s()
                 if left_s <= 0:
-                    self._given_up = _over_budget(size, self._pool.budget_bytes or 0).message
+                    self._given_up = _over_budget(size, self._pool.budget_bytes).message
                     self._changed.notify_all()
                     break
                 self._changed.wait(min(left_s, 0.05))

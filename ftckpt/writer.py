@@ -28,6 +28,7 @@ from ftckpt.attempts import check_fence, look, read_start
 from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Bases, Candidate, Codec, Rates, always
+from ftckpt.colocation import Gate
 from ftckpt.commit import Expected, Patience, abort, check_settled, failure, put_fragment, read_commit, settle
 from ftckpt.errors import AlreadyExists, Diverged, Fenced, FtckptError, SaveFailed, StoreError, first_line
 from ftckpt.events import Event, Events, silent
@@ -94,6 +95,8 @@ class SaveJob:
     left_out: tuple[str, ...] = ()
     trouble: str = ""
     meter: Meter = field(default_factory=Meter)
+    gate: Gate = field(default_factory=Gate)
+    """Passed before every chunk and every PUT."""
     updates: Mapping[str, int] = field(default_factory=dict)
     """By component: how often an optimizer updated it, since the session was entered."""
 
@@ -643,10 +646,10 @@ def write_share(
     share = {"bytes": share_bytes, "chunks": len(snapshot.tasks)}
     events(Event("save.begun", {"step": expected.at.step, **began, **share}))
     pack_bytes = max(settings.pack_bytes, min(settings.max_pack_bytes, share_bytes // 64))
-    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned, job.meter, snapshot)
+    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned, job, snapshot)
     chunks: dict[int, ChunkRecord] = {}
     with Workers(settings.encode_threads, "ftckpt-encode") as pool, packs:
-        for item in _encode_all(pool, snapshot, keys, known, settings, learned, job.meter):
+        for item in _encode_all(pool, snapshot, keys, known, settings, learned, job.meter, job.gate):
             task = snapshot.tasks[item.number]
             if isinstance(item, _Known):
                 chunks[item.number] = _refer(item.saved, packs)
@@ -781,6 +784,7 @@ def _encode_all(
     settings: WriteSettings,
     learned: Learned,
     meter: Meter,
+    gate: Gate,
 ) -> Iterator[_Encoded | _Known]:
     """Hash and encode every chunk, in task order, a few ahead of whoever consumes them."""
     chosen, bases, rates = settings.codec, learned.bases, learned.rates
@@ -792,6 +796,8 @@ def _encode_all(
     )
 
     def work(number: int) -> _Encoded | _Known:
+        with meter.spent("yielded"):
+            gate.wait()
         with meter.spent("read"):
             body = snapshot.read(number)
         with meter.spent("encode", len(body)):
@@ -872,10 +878,11 @@ class _Packs:
         pack_bytes: int,
         in_flight: int,
         learned: Learned,
-        meter: Meter,
+        job: SaveJob,
         snapshot: Snapshot,
     ) -> None:
-        self._store, self._at, self._me, self._meter = store, at, me, meter
+        self._store, self._at, self._me = store, at, me
+        self._meter, self._gate = job.meter, job.gate
         self._snapshot = snapshot
         self._rates, self._digests = learned.rates, learned.packs
         self._pack_bytes = pack_bytes
@@ -952,6 +959,8 @@ class _Packs:
 
     def _put(self, key: str, pack: _Open) -> None:
         try:
+            with self._meter.spent("yielded"):
+                self._gate.wait()
             with self._meter.spent("put", pack.size), self._rates.putting(pack.size):
                 put_pack(self._store, key, pack.memory[: pack.size].data)
             self._snapshot.durable(pack.number, self._refs[pack.number])

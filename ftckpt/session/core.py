@@ -19,6 +19,7 @@ from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.capture import Fences, LiveLeaf, capture, left_out, left_out_now
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Codec
+from ftckpt.colocation import Gate, HostBudget
 from ftckpt.commit import Expected, Patience
 from ftckpt.elastic.keeper import AgentKeeper
 from ftckpt.elastic.launch import Launch, open_status, store_environ
@@ -96,6 +97,9 @@ class Session:
         max_failed_saves: raise at a boundary after that many failed saves in a row; ``None``: never.
         store_options: settings of the store; ``AWS_*`` variables otherwise.
         events: who hears what happens; the standard logger ``ftckpt`` otherwise.
+        yield_to: asked before every chunk and every PUT: while it returns true, saves hold back, for at
+            most 30 s at a stretch; see also ``yielding``. Quick, and called from the saver's threads.
+        budget: host memory for staging that others use too; asked for every block (``SharedBudget``).
         clock: tells the time for ``save_every`` and for what saves and steps are measured to take.
 
     Raises on entering: ``RunNotFound``/``NoCommit`` (with ``on_empty="error"``), ``StepNotFound``,
@@ -135,6 +139,8 @@ class Session:
         store: ObjectStore | None = None,
         launch: Launch | None = None,
         clock: Clock | None = None,
+        yield_to: Callable[[], bool] | None = None,
+        budget: HostBudget | None = None,
     ) -> None:
         if INTERNAL in state:
             raise SettingsError(
@@ -180,6 +186,13 @@ class Session:
         self._events = events
         self._at = _Progress()
         self._clock = clock or SystemClock()
+        if budget is not None and stage == "eager":
+            raise SettingsError(
+                'SettingsError: a budget bounds what fences stage; stage="eager" copies everything in save()\n'
+                '  use stage="lazy", or staging_bytes for a bound of its own',
+                setting="budget",
+            )
+        self._yield_to, self._budget = yield_to, budget
         self._stop = StopSignal()
         self._entered: Inside | None = None
 
@@ -349,9 +362,10 @@ class Session:
             journal=NOWHERE if tiered is None else tiered.journal,
             durable=at_once if tiered is None else tiered.durable,
         )
-        budget_bytes = self.settings.staging_bytes
-        pool = StagingPool(budget_bytes) if tiered is None else tiered.pool(budget_bytes)
+        own_bytes, shared = self.settings.staging_bytes, self._budget
+        pool = StagingPool(own_bytes, shared=shared) if tiered is None else tiered.pool(own_bytes, shared)
         inside = Inside(ledger, ranks, attempt, me, engine, self.settings, self._events, pool, pace, tiered)
+        inside.gate = Gate(self._yield_to)
         self._entered = inside
         engine.start()
         inside.left_out = left_out(self.state)
@@ -385,6 +399,7 @@ class Session:
             if inside.fences is not None:
                 inside.fences.remove()
             self._entered = None
+            inside.pool.close()
             if self._group is not None:
                 self._group.close()
             if inside.tiered is not None:
@@ -395,6 +410,7 @@ class Session:
         """Finish what is under way. What the last save failed with, unless a boundary or
         ``SaveHandle.wait`` told it before.
         """
+        inside.gate.take_away()
         try:
             inside.engine.close(self.settings.deadline_s * 2)
         except TimeoutError as error:
@@ -463,8 +479,13 @@ class Session:
         leaves = self._capture(expected.at.step)
         place_ = Place(membership.index, len(membership.members), inside.ranks.rank)
         guarantee, why = self._exactness(len(membership.members))
-        job = SaveJob(expected, None, guarantee=guarantee, why=why, meter=meter, updates=inside.updates())
-        job = replace(job, left_out=(*inside.left_out, *left_out_now(self.state)))
+        job = SaveJob(expected, None, guarantee=guarantee, why=why, meter=meter)
+        job = replace(
+            job,
+            gate=inside.gate,
+            updates=inside.updates(),
+            left_out=(*inside.left_out, *left_out_now(self.state)),
+        )
         tasks = plan_save([leaf.holding for leaf in leaves], place_, self.settings.chunk_bytes)
         try:
             return replace(job, snapshot=inside.snapshot(job, leaves, tasks, place_.participants))
@@ -481,6 +502,18 @@ class Session:
         """
         self._before_change("session.mutating")
         yield
+
+    @contextmanager
+    def yielding(self, deadline_s: float = 30.0) -> Iterator[None]:
+        """Put around what must have the machine for itself, such as an engine that wakes up or generates.
+
+        No chunk is read and no PUT begins meanwhile, for at most ``deadline_s``; what is under way ends.
+        Staging memory that is not in use is let go of. Fences go on: an optimizer step inside may stage.
+        From any thread; contexts may overlap.
+        """
+        require_number("deadline_s", deadline_s, low=SHORTEST_S, high=DAY_S)
+        with self._inside().yielding(deadline_s):
+            yield
 
     def _before_change(self, what: str) -> None:
         """The fence, on the thread that is about to change captured memory."""

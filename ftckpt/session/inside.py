@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ftckpt.capture import Fences, LiveLeaf
 from ftckpt.clock import SystemClock
+from ftckpt.colocation import Gate
 from ftckpt.errors import FtckptError
 from ftckpt.events import Event, Events
 from ftckpt.gc import collect
@@ -60,6 +62,7 @@ class Inside:
     live: list[_Streaming] = field(default_factory=list)
     saving: threading.Lock = field(default_factory=threading.Lock)
     fences: Fences | None = None
+    gate: Gate = field(default_factory=Gate)
     left_out: tuple[str, ...] = ()
     """What no save of this session holds."""
     _janitor: threading.Thread | None = field(default=None)
@@ -93,6 +96,26 @@ class Inside:
         streaming = [other for other in self.live if other.snapshot.is_live]
         self.live = [*streaming, _Streaming(job.expected.at.step, kept, job.meter)]
         return kept
+
+    @contextmanager
+    def yielding(self, deadline_s: float) -> Iterator[None]:
+        """Nothing more is read or put for at most so long; staging memory that is free is let go of."""
+        clock = SystemClock()
+        begun_s = clock.now_s()
+        try:
+            with self.gate.closed(deadline_s):
+                self.pool.lean = True
+                freed_bytes = self.pool.clear()
+                yield
+        finally:
+            self.pool.lean = self.gate.is_held
+            took_s = clock.now_s() - begun_s
+            told = {
+                "seconds": round(took_s, 4),
+                "released_bytes": freed_bytes,
+                "overran": took_s > deadline_s,
+            }
+            self.events(Event("save.yielded", told))
 
     def updates(self) -> dict[str, int]:
         """How often optimizers updated each component so far."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ftckpt import layout
 from ftckpt.attempts import create_owned
 from ftckpt.clock import SystemClock
+from ftckpt.colocation import HostBudget
 from ftckpt.commit import Expected, Patience, read_commit
 from ftckpt.elastic.keeper import AgentKeeper
 from ftckpt.errors import SettingsError
@@ -131,9 +132,9 @@ class Tiered:
         self._thread = threading.Thread(target=work, name="ftckpt-agent-keeper", daemon=True)
         self._thread.start()
 
-    def pool(self, budget_bytes: int | None) -> StagingPool:
-        """Blocks that outlive this process."""
-        return StagingPool(budget_bytes, self._file.allocate)
+    def pool(self, budget_bytes: int | None, shared: HostBudget | None) -> StagingPool:
+        """Blocks that outlive this process, and that the file never takes back."""
+        return StagingPool(budget_bytes, self._file.allocate, shared, keeps=True)
 
     def keep(self, live: Live, job: SaveJob, pool: StagingPool) -> Kept:
         """A snapshot that the agent can finish."""
@@ -148,6 +149,7 @@ class Tiered:
             parent=None,
             guarantee=job.guarantee,
             why=job.why,
+            left_out=job.left_out,
         )
         note = Staging(
             format=FORMAT,

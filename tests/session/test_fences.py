@@ -69,8 +69,10 @@ class Job:
         self.gate = Gate()
         self.folder = folder
         self.events: list[Event] = []
-        store = FaultyStore(open_store(folder), [self.gate.fault()])
-        self.session = ftckpt.Session(folder, self.state, store=store, events=self.events.append, **settings)
+        self.store = FaultyStore(open_store(folder), [self.gate.fault()])
+        self.session = ftckpt.Session(
+            folder, self.state, store=self.store, events=self.events.append, **settings
+        )
 
     def step(self, optim: torch.optim.Optimizer | None = None) -> None:
         optim = optim or self.optim
