@@ -166,6 +166,8 @@ class Agent:
                 continue
             committed.append(at)
             last = done
+            if not all(plan.shared for plan in done.plans):
+                self._prune(at)
             seconds = round(self._clock.now_s() - begun_s, 3)
             self._events(Event("agent.drained", {**told, "bytes": done.copied_bytes, "seconds": seconds}))
         if last is not None:
@@ -382,6 +384,30 @@ class Agent:
         ]
         self._near.delete(notes)
         self._first_seen_s.pop(at, None)
+
+    def _prune(self, at: Position) -> None:
+        """Of steps that are settled elsewhere, keep the newest share and what is owed; the tier's own collector
+        knows nothing of the others.
+        """
+        kept = {at, *owed(self._near)}
+        needed: set[str] = set()
+        for info in self._near.scan(layout.FRAGMENTS):
+            if layout.parse_position(info.key) in kept:
+                try:
+                    fragment = decode(Fragment, bytes(self._near.read(info.key)), info.key)
+                except CorruptError:
+                    return  # what does not read may need anything
+                needed.update([info.key, *(pack.key for pack in fragment.packs)])
+        settled_here = {layout.parse_commit(info.key) for info in self._near.scan(layout.COMMITS)}
+        doomed = []
+        for prefix in (layout.PACKS, layout.FRAGMENTS):
+            for info in self._near.scan(prefix):
+                where = layout.parse_position(info.key)
+                if where is None or where in kept or where in settled_here or info.key in needed:
+                    continue
+                if (where.attempt, where.step) < (at.attempt, at.step):
+                    doomed.append(info.key)
+        self._near.delete(doomed)
 
     def _give_up_here(self, at: Position, why: str) -> None:
         """The far store will never have this step, so no later one may build on it."""

@@ -58,6 +58,8 @@ class AgentKeeper:
         if self._tier.agent_lives:
             self._seen, self._starts = True, 0
             return
+        if self._seen and self._pid is not None:
+            return  # ours: the lock has gone, and in a moment it can be asked how it ended
         if self._seen or ended is not None:
             self._seen = False
             how = "it does not live any more" if ended is None else describe_exit(ended)

@@ -117,9 +117,9 @@ class Tiered:
     events: Events
     _life: Life
     _file: StagingFile
+    _agent: str
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _agent: str = ""
 
     def keep_agent(self, keeper: AgentKeeper) -> None:
         """See to it from now on, on a thread of its own, that an agent is at work."""
@@ -200,4 +200,5 @@ def enter_tier(
     with together(ranks, "entering the tier"):
         life.__enter__()
         file = StagingFile(tier.staging_path(me))
-    return Tiered(tier, far, shared, TierJournal(tier.store, me, shared, keep), events, life, file)
+    journal = TierJournal(tier.store, me, shared, keep)
+    return Tiered(tier, far, shared, journal, events, life, file, tier.agent_name())

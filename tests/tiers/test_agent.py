@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from ftckpt import layout
 from ftckpt.attempts import claim, look, pin, read_pins
 from ftckpt.chaos.faults.store import Crash, Fault, FaultyStore
 from ftckpt.clock import HandClock
+from ftckpt.codec import Codec
 from ftckpt.commit import abort, read_commit
 from ftckpt.errors import Fenced, SaveAborted
 from ftckpt.events import silent
@@ -20,8 +22,9 @@ from ftckpt.plan.restore import index_chunks
 from ftckpt.reader import read_fragments
 from ftckpt.retention import Keep
 from ftckpt.store.retry import RetryStore
+from ftckpt.tiers import mirror
 from tests.protocol.test_crash_points import Meet, every_call
-from tests.protocol.world import start_job
+from tests.protocol.world import read_all, start_job
 from tests.support.stores import Sim
 from tests.tiers.world import (
     Near,
@@ -71,6 +74,27 @@ def test_what_never_changes_is_brought_once(far, near):
     newest = look(far).commits[Position(2, 1)]
     where = {saved.pack for saved in index_chunks(read_fragments(far, newest))["frozen"]}
     assert where == set(packs_of(far, Position(0, 1)))
+
+
+def test_deltas_arrive_with_the_bases_they_build_on(far, near):
+    start = start_job(far).start
+    mirror(far, near.store)
+    body = bytearray(random.Random(0).randbytes(1 << 16))
+    with TierSaver(
+        near.store, HandClock(), 1, start.parent, chunk_bytes=1 << 14, keep=ALL, codec=Codec("delta")
+    ) as saver:
+        for step in range(6):
+            body[step * 1000] ^= 1
+            saver.save(step, {"actor.w": bytes(body)})
+
+    for _ in range(3):
+        agent(near, far).drain()
+
+    newest = look(far).commits[Position(5, 1)]
+    chunks = index_chunks(read_fragments(far, newest))["actor.w"]
+    assert max(len(saved.bases) for saved in chunks) >= 3
+    assert read_all(far, newest) == {"actor.w": bytes(body)}
+    assert read_pins(far) == []
 
 
 def test_no_step_is_there_before_the_one_that_precedes_it_is_settled(far, near):

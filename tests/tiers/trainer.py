@@ -4,6 +4,10 @@
 of step 2 is held on the saver's thread at the event HOLD ("" for not at all) while the third step begins.
 What step 2 holds is printed before.
 
+``trainer.py job FOLDER``: as a supervisor starts it, with run and tier from the environment, a step a save.
+The first attempt is killed in step 3, right after the fence, while its save of step 2 has no pack; the
+second waits for FOLDER/go after step 3. FOLDER/digest has what step 5 holds.
+
 ``trainer.py points FOLDER``: the same, many times, without a hold: the process dies before and after
 every change it makes in its tier from the save of step 2 on, each time in folders of its own,
 FOLDER/<n>-<when>. ``digest`` there has what step 2 holds, ``fenced`` says that the fence had returned.
@@ -101,6 +105,30 @@ def held(far: str, tier: str, hold: str, go: str) -> None:
         job.train()
 
 
+def job(folder: Path) -> None:
+    mine = Job()
+    reached = threading.Event()
+
+    def events(event: Event) -> None:
+        if event.name == "save.begun" and event.fields.get("step") == 2 and session.attempt == 1:
+            reached.set()
+            threading.Event().wait()
+
+    session = ftckpt.Session(
+        os.environ["FTCKPT_RUN"], mine.state, events=events, save_every=1, keep=None, chunk_bytes=CHUNK_BYTES
+    )
+    with session as ckpt:
+        for step in ckpt.steps(until=5):
+            if step == 3 and ckpt.attempt == 1:
+                assert reached.wait(60)
+                register_optimizer_step_pre_hook(kill)
+            mine.train()
+            print("trained step", step, "in attempt", ckpt.attempt, flush=True)
+            while step == 3 and not (folder / "go").exists():
+                time.sleep(0.02)
+    (folder / "digest").write_text(mine.digest())
+
+
 class Dying:
     """Kills the process before or after its ``nth`` change; tells whether there was one."""
 
@@ -166,5 +194,7 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     if sys.argv[1] == "points":
         points(Path(sys.argv[2]))
+    elif sys.argv[1] == "job":
+        job(Path(sys.argv[2]))
     else:
         held(*sys.argv[1:5])

@@ -7,15 +7,15 @@ one, under two prefixes, so that a schedule can interleave calls to either.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ftckpt import layout
 from ftckpt.agent import Agent
 from ftckpt.attempts import look
 from ftckpt.clock import Clock, HandClock
-from ftckpt.events import Event
+from ftckpt.codec import Codec
 from ftckpt.layout import Writer
 from ftckpt.manifest import Commit, Position, Ref
 from ftckpt.reader import check_commit
@@ -27,6 +27,7 @@ from ftckpt.writer import SaveEngine
 from tests.protocol.world import PATIENCE, SETTINGS, Saver, read_all, start_job, state_at, writer
 
 KEEP = Keep(last=3)
+AUTO = Codec()
 _numbers = itertools.count(1)
 
 
@@ -91,7 +92,8 @@ class Near:
 class TierSaver(Saver):
     """A saver whose store is a tier."""
 
-    keep: Keep = Keep(last=3)
+    keep: Keep = KEEP
+    codec: Codec = AUTO
 
     def __post_init__(self) -> None:
         me = writer(self.group, self.life)
@@ -99,7 +101,7 @@ class TierSaver(Saver):
             self.store,
             me,
             parent=self.parent,
-            settings=SETTINGS,
+            settings=replace(SETTINGS, codec=self.codec),
             clock=self.clock,
             on_commit=self.on_ack,
             journal=TierJournal(self.store, me, shared=True, keep=self.keep),
@@ -117,10 +119,8 @@ def run_tiered(
         return attempt, [saver.save(step) for step in steps]
 
 
-def agent(near: Near, far: ObjectStore, events: Callable[[Event], None] | None = None) -> Agent:
-    return Agent(
-        near, far, nonce=nonce, clock=HandClock(), patience=PATIENCE, **({"events": events} if events else {})
-    )
+def agent(near: Near, far: ObjectStore, *, clock: Clock | None = None) -> Agent:
+    return Agent(near, far, nonce=nonce, clock=clock or HandClock(), patience=PATIENCE)
 
 
 def check_far(far: ObjectStore) -> list[int]:
