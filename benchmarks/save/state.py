@@ -38,10 +38,10 @@ class Policy(nn.Module):
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW over bf16 parameters; its state holds their fp32 masters beside the moments."""
+    """AdamW over bf16 parameters, with torch's own defaults; its state holds fp32 masters beside the moments."""
 
     def __init__(self, parameters: Iterator[nn.Parameter], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8})
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -118,7 +118,7 @@ def make_state(size_bytes: int, *, incompressible: bool = False) -> State:
         _fill(master, normal * 0.02, number * 15485863)
         _fill(first, normal * 1e-4, number * 32452843)
         _fill(second, (normal.square() + normal.roll(12345).square()) * 5e-9, number * 49979687)
-        optim.state[parameter] = {"step": 10, "master": master, "exp_avg": first, "exp_avg_sq": second}
+        optim.state[parameter] = {"step": 1000, "master": master, "exp_avg": first, "exp_avg_sq": second}
         parameter.data.copy_(master)
     state = State(policy, optim, normal * 1e-4)
     if incompressible:

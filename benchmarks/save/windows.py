@@ -31,7 +31,7 @@ def fence(place: Place, size_bytes: int) -> Numbers:
     copies_s, fences_s = [], []
     heard = Heard()
     with ftckpt.Session(place.uri, state.components, staging_bytes=budget_bytes, events=heard) as ckpt:
-        heard.first_save_ended_s()
+        heard.first_save_s()
         for step in (1, 2, 3):
             copies_s.append(memcpy_s(state, memory))
             handle = ckpt.save(step)
@@ -71,7 +71,7 @@ def fence_beyond_budget(place: Place, size_bytes: int) -> Numbers:
         events=heard,
         store=store,
     ) as ckpt:
-        heard.first_save_ended_s()
+        heard.first_save_s()
         state.train()
         opened.clear()
         handle = ckpt.save(1)
