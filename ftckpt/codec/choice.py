@@ -45,7 +45,7 @@ class Codec:
     name: Literal["auto", "raw", "zstd", "planes", "delta"] = "auto"
     level: int = 1
     max_chain: int = 8
-    base_budget_bytes: int = 256 << 20
+    base_budget_bytes: int = 192 << 20
 
     def __post_init__(self) -> None:
         if self.name not in _NAMES:

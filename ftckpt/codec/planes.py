@@ -40,34 +40,34 @@ def encode(raw: Buffer, itemsize_bytes: int, level: int) -> memoryview:
     """The planes of ``raw``, whose size is a multiple of ``itemsize_bytes`` and not 0."""
     elements = np.frombuffer(raw, np.uint8).reshape(-1, itemsize_bytes)
     compressor = zstd.plane_compressor(level)
-    parts: list[Buffer] = []
     heads = [_HEAD.pack(itemsize_bytes)]
+    at = _HEAD.size + itemsize_bytes * _PLANE.size
+    stored = np.empty(at + elements.size, np.uint8)
     for k in range(itemsize_bytes):
-        how, body = _encode_plane(np.ascontiguousarray(elements[:, k]), compressor)
-        heads.append(_PLANE.pack(how, len(body)))
-        parts.append(body)
-    return _join([b"".join(heads), *parts])
+        how, size = _encode_plane(elements[:, k], stored[at : at + len(elements)], compressor)
+        heads.append(_PLANE.pack(how, size))
+        at += size
+    head = b"".join(heads)
+    stored[: len(head)] = np.frombuffer(head, np.uint8)
+    return stored[:at].data
 
 
-def _join(parts: list[Buffer]) -> memoryview:
-    joined = np.empty(sum(len(part) for part in parts), np.uint8)
-    at = 0
-    for part in parts:
-        np.copyto(joined[at : at + len(part)], np.frombuffer(part, np.uint8))
-        at += len(part)
-    return joined.data
-
-
-def _encode_plane(plane: Bytes, compressor: zstandard.ZstdCompressor) -> tuple[int, Buffer]:
-    if plane[0] == plane[-1] and np.ptp(plane) == 0:
-        return _CONSTANT, plane[:1].tobytes()
+def _encode_plane(plane: Bytes, into: Bytes, compressor: zstandard.ZstdCompressor) -> tuple[int, int]:
+    """Put a plane into the memory, where it has room as it is; how it was stored, and its size there."""
     if plane.size > 4 * _PROBE_BYTES:
         middle = plane.size // 2
-        probe = plane[middle : middle + _PROBE_BYTES].data
-        if len(compressor.compress(probe)) > _WORTH * _PROBE_BYTES:
-            return _RAW, plane.data
-    stored = compressor.compress(plane.data)
-    return (_FRAME, stored) if len(stored) < _WORTH * plane.size else (_RAW, plane.data)
+        probe = np.ascontiguousarray(plane[middle : middle + _PROBE_BYTES])
+        if len(compressor.compress(probe.data)) > _WORTH * _PROBE_BYTES:
+            np.copyto(into, plane)
+            return _RAW, plane.size
+    np.copyto(into, plane)
+    if into[0] == into[-1] and np.ptp(into) == 0:
+        return _CONSTANT, 1
+    frame = np.frombuffer(compressor.compress(into.data), np.uint8)
+    if frame.size >= _WORTH * plane.size:
+        return _RAW, plane.size
+    np.copyto(into[: frame.size], frame)
+    return _FRAME, frame.size
 
 
 def decode(stored: Buffer, raw_bytes: int) -> memoryview:

@@ -2,6 +2,10 @@
 
 Compressing pays when the store would need longer for the bytes it saves than the encode threads
 need to save them. Measures fade, so that a store that slows down is noticed within some packs.
+
+Before the first put has ended nobody knows. What is certain is that the store is no faster than the
+puts that are still under way; until there is one, bytes go out as they are, so that a fast store is not
+kept waiting for a slow encoder.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _FADE = 0.9
-_UNMEASURED = 0.1
+_ASSUMED_BYTES_S = 400e6
+"""What one thread encodes a second, until that was measured."""
 
 
 class Rates:
@@ -32,12 +37,18 @@ class Rates:
         self._encoded: dict[int, tuple[float, float]] = {}
         self._put_bytes = self._put_s = 0.0
         self._in_flight, self._since_s = 0, 0.0
+        self._first_bytes, self._first_s = 0, 0.0
 
     @property
     def put_bytes_s(self) -> float | None:
-        """Bytes the store takes a second, all puts together; ``None`` before the first."""
+        """Bytes the store takes a second, all puts together; ``None`` before the first. While that is
+        under way, what it has taken at most.
+        """
         with self._lock:
-            return self._put_bytes / self._put_s if self._put_bytes and self._put_s > 0 else None
+            if self._put_bytes:
+                return self._put_bytes / self._put_s if self._put_s > 0 else None
+            spent_s = self._now_s() - self._first_s
+            return self._first_bytes / spent_s if self._first_bytes and spent_s > 0 else None
 
     def encode_bytes_s(self, codec: int) -> float | None:
         """Raw bytes that one thread encodes a second; ``None`` before the first chunk."""
@@ -57,14 +68,19 @@ class Rates:
         bytes.
         """
         self._tick(1)
+        with self._lock:
+            if not self._first_bytes:
+                self._first_s = self._now_s()
+            self._first_bytes += size_bytes
         taken = 0
         try:
             yield
             taken = size_bytes
         finally:
             self._tick(-1)
-            if taken:
-                with self._lock:
+            with self._lock:
+                self._first_bytes -= size_bytes
+                if taken:
                     self._put_bytes = _FADE * self._put_bytes + taken
                     self._put_s *= _FADE
 
@@ -77,10 +93,8 @@ class Rates:
             self._in_flight += change
 
     def pays(self, codec: int, raw_bytes: int, saved_bytes: int) -> bool:
-        """Whether saving these bytes is worth the computing. What was not measured yet is tried
-        where it promises a tenth of the chunk.
-        """
-        put_bytes_s, encode_bytes_s = self.put_bytes_s, self.encode_bytes_s(codec)
-        if put_bytes_s is None or encode_bytes_s is None:
-            return saved_bytes >= _UNMEASURED * raw_bytes
+        """Whether saving these bytes is worth the computing."""
+        put_bytes_s, encode_bytes_s = self.put_bytes_s, self.encode_bytes_s(codec) or _ASSUMED_BYTES_S
+        if put_bytes_s is None:
+            return False
         return saved_bytes / put_bytes_s > raw_bytes / encode_bytes_s / self._threads
