@@ -82,6 +82,21 @@ class WriteSettings:
         require_number("stall_s", self.stall_s, low=SHORTEST_S, high=DAY_S)
 
 
+def fitted(settings: WriteSettings, cores: int) -> WriteSettings:
+    """The settings for a process that may use so many cores.
+
+    On two, one thread encodes and packs never grow: a save leaves a core to the trainer and takes 128 MiB
+    beside its bases. With more it takes up to half of them, and at most eight; packs may grow.
+    """
+    few = cores <= 4
+    return replace(
+        settings,
+        encode_threads=max(1, min(8, cores // 2)),
+        packs_in_flight=max(2, min(16, cores // 2)),
+        max_pack_bytes=settings.pack_bytes if few else settings.max_pack_bytes,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SaveJob:
     """All that one save needs, taken on the trainer's thread. The parent is filled in by the

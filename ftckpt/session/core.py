@@ -54,7 +54,7 @@ from ftckpt.snapshot import StagingPool
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
 from ftckpt.tiers import Tier, open_tier
-from ftckpt.writer import NOWHERE, Failure, SaveEngine, SaveHandle, SaveJob, WriteSettings, at_once
+from ftckpt.writer import NOWHERE, Failure, SaveEngine, SaveHandle, SaveJob, WriteSettings, at_once, fitted
 
 if TYPE_CHECKING:
     from ftckpt.slots import Turn
@@ -355,7 +355,9 @@ class Session:
             store if tiered is None else tiered.tier.store,
             me,
             parent=restored.parent if restored is not None else None,
-            settings=WriteSettings(codec=self.settings.codec, patience=patience),
+            settings=fitted(
+                WriteSettings(codec=self.settings.codec, patience=patience), len(os.sched_getaffinity(0))
+            ),
             events=self._events,
             on_commit=self._committed,
             ledger=ledger,
