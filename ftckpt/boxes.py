@@ -28,8 +28,7 @@ class Box:
 
     def __post_init__(self) -> None:
         assert len(self.offset) == len(self.extent), (self.offset, self.extent)
-        assert all(n >= 0 for n in self.extent), self.extent
-        assert all(n >= 0 for n in self.offset), self.offset
+        assert min(self.extent, default=0) >= 0 <= min(self.offset, default=0), (self.offset, self.extent)
 
     @property
     def numel(self) -> int:
@@ -49,6 +48,8 @@ def whole(shape: Sequence[int]) -> Box:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The elements in both boxes, or ``None`` when they share none."""
+    if a == b:
+        return a if a.numel else None
     low = tuple(map(max, a.offset, b.offset))
     high = tuple(min(i + n, j + m) for i, n, j, m in zip(a.offset, a.extent, b.offset, b.extent, strict=True))
     if any(end <= start for start, end in zip(low, high, strict=True)):
@@ -65,7 +66,7 @@ def span_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[int, Box]]:
     assert 0 <= start <= stop <= box.numel, (start, stop, box)
     if start == stop:
         return
-    if not box.extent:
+    if stop - start == box.numel:
         yield 0, box
         return
     row = prod(box.extent[1:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import xxhash
 
@@ -154,16 +155,24 @@ def diverging(fragments: Iterable[Fragment]) -> list[str]:
 
 def uncovered(fragments: Iterable[Fragment]) -> list[str]:
     """Names of leaves that the fragments do not tile: an element is missing, or held twice."""
-    spans: dict[str, list[tuple[Box, int, int]]] = {}
+    found: dict[str, set[_Spans]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for fragment in fragments:
         for leaf in fragment.leaves:
             shapes[leaf.name] = leaf.shape
+            spans = found.setdefault(leaf.name, set())
             for record in leaf.boxes:
-                spans.setdefault(leaf.name, []).extend(
-                    (record.box, chunk.start, chunk.stop) for chunk in record.chunks
-                )
-    return sorted(name for name, shape in shapes.items() if not covers(shape, spans.get(name, ())))
+                spans.update((record.offset, record.extent, c.start, c.stop) for c in record.chunks)
+    return sorted(name for name, shape in shapes.items() if not _covered(shape, found[name]))
+
+
+_Spans = tuple[tuple[int, ...], tuple[int, ...], int, int]
+
+
+def _covered(shape: tuple[int, ...], spans: Collection[_Spans]) -> bool:
+    if spans == {((0,) * len(shape), shape, 0, prod(shape))}:  # one chunk holds it all
+        return True
+    return covers(shape, [(Box(offset, extent), start, stop) for offset, extent, start, stop in spans])
 
 
 def state_digest(fragments: Iterable[Fragment]) -> str:

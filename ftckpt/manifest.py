@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from operator import add, gt
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -440,14 +441,14 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
         if leaf.kind == "value" and (leaf.dtype != "uint8" or len(shape) != 1 or shape[0] > MAX_VALUE_BYTES):
             raise bad(f"gives {leaf.name!r}, which is packed bytes, dtype {leaf.dtype!r} and shape {shape}")
         for record in leaf.boxes:
-            flat = (*record.offset, *record.extent)
-            if len(record.offset) != len(record.extent) or any(n < 0 for n in flat):
-                raise bad(f"gives {leaf.name!r} a box that cannot be: {record.offset} {record.extent}")
-            box = record.box
-            if not box.inside(shape):
-                raise bad(f"gives {leaf.name!r} of shape {shape} a box outside of it: {box}")
+            offset, extent = record.offset, record.extent
+            if len(offset) != len(extent) or min((*offset, *extent), default=0) < 0:
+                raise bad(f"gives {leaf.name!r} a box that cannot be: {offset} {extent}")
+            if len(extent) != len(shape) or any(map(gt, map(add, offset, extent), shape)):
+                raise bad(f"gives {leaf.name!r} of shape {shape} a box outside of it: {record.box}")
+            numel = prod(extent)
             for chunk in record.chunks:
-                links = (chunk, *chunk.chain)
+                links = (chunk,) if chunk.base is None else (chunk, *chunk.chain)
                 if len(links) > 1 + MAX_CHAIN:
                     raise bad(
                         f"gives {leaf.name!r} elements {chunk.start} to {chunk.stop} a chain of {len(links) - 1} "
@@ -455,7 +456,7 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
                     )
                 for link in links:
                     if not (
-                        0 <= link.start < link.stop <= box.numel
+                        0 <= link.start < link.stop <= numel
                         and (link.start, link.stop) == (chunk.start, chunk.stop)
                         and (link.stop - link.start) * itemsize <= MAX_CHUNK_BYTES
                         and 0 <= link.pack < len(fragment.packs)
@@ -501,15 +502,21 @@ def leaf_range(leaves: tuple[LeafRecord, ...]) -> tuple[LeafRange, ...]:
     a fraction, at most ``64``; beyond that one range over all.
     """
     ranges: list[LeafRange] = []
+    first = last = ""
+    least = most = 0
     for leaf in leaves:
         parts = [fraction(record.box, leaf.shape) for record in leaf.boxes]
-        low = min((a for a, _ in parts), default=0)
-        high = max((b for _, b in parts), default=SCALE)
-        last = ranges[-1] if ranges else None
-        if last is not None and abs(last.low - low) <= SCALE >> 10 and abs(last.high - high) <= SCALE >> 10:
-            ranges[-1] = LeafRange(last.first, leaf.name, min(last.low, low), max(last.high, high))
-        else:
-            ranges.append(LeafRange(leaf.name, leaf.name, low, high))
+        low, high = parts[0] if parts else (0, SCALE)
+        for a, b in parts[1:]:
+            low, high = min(low, a), max(high, b)
+        if last and abs(least - low) <= SCALE >> 10 and abs(most - high) <= SCALE >> 10:
+            last, least, most = leaf.name, min(least, low), max(most, high)
+            continue
+        if last:
+            ranges.append(LeafRange(first, last, least, most))
+        first, last, least, most = leaf.name, leaf.name, low, high
+    if last:
+        ranges.append(LeafRange(first, last, least, most))
     if len(ranges) > 64:
         return (
             LeafRange(

@@ -93,7 +93,7 @@ def restore_into(
     saved = {name: spec for name, spec in specs.items() if spec.kind == "tensor"}
     goal = target(state, saved, trees, group=group, rank=rank, world=world, subset=subset, strict=strict)
     wants = [(want.leaf, want.box) for want in goal.wants]
-    fetches = plan_restore(wants, index_chunks(fragments))
+    fetches = plan_restore(wants, index_chunks(fragments, {leaf.name for leaf, _ in wants}))
     check_packs(store, packs_of(fetches), at)
     begun: set[str] = set()
     lock = threading.Lock()

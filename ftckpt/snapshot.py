@@ -9,6 +9,7 @@ anything mutates it, stages what has not been read yet, and only that.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -88,6 +89,9 @@ def _memory(size: int) -> Bytes | None:
     return np.empty(size, np.uint8)
 
 
+_SMALLEST_BLOCK_BYTES = 64 << 10
+
+
 class StagingPool:
     """Host memory for staged chunks: kept and reused, so that its pages have been touched.
 
@@ -111,7 +115,8 @@ class StagingPool:
         self.lean = False
         self._allocate = allocate
         self._shared = shared or Unshared()
-        self._free: list[Bytes] = []
+        self._free: dict[int, list[Bytes]] = {}
+        self._sizes: list[int] = []
         self._used_bytes = 0
         self._lock = threading.Lock()
 
@@ -135,13 +140,27 @@ class StagingPool:
         with self._lock:
             if self.budget_bytes is not None and self._used_bytes + size > self.budget_bytes:
                 return None
-            at = next((i for i, block in enumerate(self._free) if block.size >= size), None)
-            block = self._new(size) if at is None else self._free.pop(at)
+            block = self._find(size, 2 * max(size, _SMALLEST_BLOCK_BYTES))
+            if block is None:
+                block = self._new(size)
+            if block is None:
+                block = self._find(size, None)
             if block is None and self._free:
                 self._drop_free()  # none of them is large enough
                 block = self._new(size)
             self._used_bytes += 0 if block is None else block.size
             return block
+
+    def _find(self, size: int, most: int | None) -> Bytes | None:
+        """The smallest free block of at least ``size`` bytes, and at most ``most``."""
+        at = bisect_left(self._sizes, size)
+        if at == len(self._sizes) or (most is not None and self._sizes[at] > most):
+            return None
+        blocks = self._free[self._sizes[at]]
+        block = blocks.pop()
+        if not blocks:
+            del self._free[self._sizes.pop(at)]
+        return block
 
     def put(self, block: Bytes) -> None:
         """Give a block back."""
@@ -151,7 +170,9 @@ class StagingPool:
 
     def _give(self, block: Bytes) -> None:
         with self._lock:
-            self._free.append(block)
+            if block.size not in self._free:
+                insort(self._sizes, block.size)
+            self._free.setdefault(block.size, []).append(block)
             if self.lean:
                 self._drop_free()
 
@@ -178,8 +199,9 @@ class StagingPool:
     def _drop_free(self) -> int:
         if self._keeps:
             return 0
-        freed_bytes = sum(block.size for block in self._free)
+        freed_bytes = sum(size * len(blocks) for size, blocks in self._free.items())
         self._free.clear()
+        self._sizes.clear()
         self._shared.give(freed_bytes)
         return freed_bytes
 
@@ -521,27 +543,38 @@ class Live:
             with self._changed:
                 if self._state[number] is not _State.LIVE or self._given_up:
                     break
-                block = self._pool.take(size)
+                try:
+                    block = self._pool.take(size)
+                except MemoryError:
+                    self._give_up(f"SaveFailed: there are no {size} bytes of memory for staging")
+                    break
                 if block is not None:
                     self._state[number] = _State.READING
                     break
                 left_s = end_s - self._clock.now_s()
                 if left_s <= 0:
-                    self._given_up = _over_budget(size, self._pool.budget_bytes).message
-                    self._changed.notify_all()
+                    self._give_up(_over_budget(size, self._pool.budget_bytes).message)
                     break
                 self._changed.wait(min(left_s, 0.05))
         if block is None:
             return 0
+        trouble = ""
         try:
             self._copy(number, block)
-        except SaveFailed as error:
-            self._given_up = error.message
+        except Exception as error:  # the save ends with it, and training goes on
+            trouble = str(error) or type(error).__name__
         with self._changed:
+            if trouble:
+                self._give_up(trouble)
             self._chunks[number] = block
             self._state[number] = _State.STAGED
             self._changed.notify_all()
         return size
+
+    def _give_up(self, why: str) -> None:
+        """With the lock held: nobody reads any more, and nothing waits."""
+        self._given_up = self._given_up or why
+        self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ftckpt.capture import as_bytes_view
+from ftckpt.capture import copy_bytes
 
 Bytes = npt.NDArray[np.uint8]
 PIECE_BYTES = 4 << 20
@@ -52,15 +52,14 @@ def pieces(source: Source) -> Iterator[memoryview]:
 class HostMemory:
     """A contiguous CPU tensor's bytes."""
 
-    view: memoryview
+    data: torch.Tensor
 
     @property
     def size_bytes(self) -> int:
-        return self.view.nbytes
+        return self.data.numel() * self.data.itemsize
 
     def copy(self, start: int, stop: int, into: Bytes) -> None:
-        if stop > start:
-            np.copyto(into[: stop - start], np.frombuffer(self.view[start:stop], np.uint8))
+        copy_bytes(self.data, start, stop, into)
 
 
 class PinnedRing:
@@ -144,7 +143,7 @@ class Sources:
             return None
         match data.device.type:
             case "cpu":
-                return HostMemory(as_bytes_view(data))
+                return HostMemory(data)
             case "cuda":
                 if data.device not in self._produced:
                     self._produced[data.device] = torch.cuda.current_stream(data.device).record_event()

@@ -114,7 +114,7 @@ def path_part(key: object) -> str:
     if type(key) is str:
         if not key:
             return "%e"
-        if key.isalnum() and key.isascii():
+        if key.isascii() and (key.isidentifier() or key.isalnum()):
             return key
         return "".join(f"%{ord(c):02X}" if c in ".@%/\x7f" or c < " " else c for c in key)
     if key is None:

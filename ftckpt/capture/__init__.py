@@ -13,7 +13,7 @@ from ftckpt.capture.omissions import left_out, left_out_now
 from ftckpt.capture.restoring import Target, target
 from ftckpt.capture.rng import reseed
 from ftckpt.capture.saving import capture
-from ftckpt.capture.tensors import as_bytes_view, place
+from ftckpt.capture.tensors import as_bytes_view, copy_bytes, place
 from ftckpt.capture.tree import LiveLeaf, Want
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Target",
     "target",
     "as_bytes_view",
+    "copy_bytes",
     "place",
     "reseed",
 ]

@@ -6,8 +6,8 @@ fetched, with the bases that they build on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ftckpt.boxes import Box, intersect, rows_touched, span_boxes
 from ftckpt.errors import RecordCorrupt
@@ -111,20 +111,26 @@ class Run:
         return sum(span.end - span.start for span in self.spans)
 
 
-def index_chunks(fragments: Iterable[Fragment]) -> dict[str, list[Saved]]:
-    """Chunks by leaf name. A span of a box that two fragments hold is listed once."""
-    found: dict[str, dict[tuple[Box, int, int], Saved]] = {}
+def index_chunks(
+    fragments: Iterable[Fragment], names: Container[str] | None = None
+) -> dict[str, list[Saved]]:
+    """Chunks by leaf name, of all leaves or of those in ``names``. A span of a box that two fragments
+    hold is listed once.
+    """
+    found: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...], int, int], Saved]] = {}
     for fragment in fragments:
+        packs = [(pack.key, pack.size) for pack in fragment.packs]
         for leaf in fragment.leaves:
+            if names is not None and leaf.name not in names:
+                continue
             spans = found.setdefault(leaf.name, {})
             for record in leaf.boxes:
                 box = record.box
                 for chunk in record.chunks:
-                    pack = fragment.packs[chunk.pack]
-                    spans.setdefault(
-                        (box, chunk.start, chunk.stop),
-                        Saved(leaf.name, box, chunk, pack.key, pack.size, bases_of(fragment, chunk)),
-                    )
+                    key = (record.offset, record.extent, chunk.start, chunk.stop)
+                    if key not in spans:
+                        bases = bases_of(fragment, chunk) if chunk.base is not None else ()
+                        spans[key] = Saved(leaf.name, box, chunk, *packs[chunk.pack], bases)
     return {name: list(spans.values()) for name, spans in found.items()}
 
 
@@ -148,7 +154,7 @@ def plan_restore(
     Raises:
         RecordCorrupt: the saved chunks do not hold all wanted elements, or hold one twice.
     """
-    placements: dict[tuple[str, str, int, int, Box], tuple[Saved, list[Placement]]] = {}
+    placements: dict[int, tuple[Saved, list[Placement]]] = {}
     for number, (leaf, wanted) in enumerate(wants):
         itemsize = ITEMSIZE_BYTES[leaf.dtype]
         filled, used = 0, []
@@ -166,11 +172,9 @@ def plan_restore(
                 part = intersect(piece, region)
                 if part is not None:
                     filled += part.numel
-                    key = (saved.leaf, saved.pack, chunk.offset, chunk.start, saved.box)
-                    placements.setdefault(key, (saved, []))[1].append(
-                        Placement(number, piece, part, (begins - chunk.start) * itemsize)
-                    )
-        twice = held_twice(used)
+                    lands = Placement(number, piece, part, (begins - chunk.start) * itemsize)
+                    placements.setdefault(id(saved), (saved, []))[1].append(lands)
+        twice = len(used) > 1 and held_twice(used)
         if filled != wanted.numel or twice:
             raise RecordCorrupt(
                 f"RecordCorrupt: the saved chunks give {filled} of the {wanted.numel} elements wanted of "
@@ -199,30 +203,36 @@ def coalesce(fetches: Sequence[Fetch], gap_bytes: int, run_bytes: int) -> list[R
     included. Bases of neighbours mostly are neighbours too, and are joined alike.
     """
     runs: list[Run] = []
-    base_bytes = 0
+    joined: list[Fetch] = []
+    start = end = base_bytes = 0
+
+    def close() -> None:
+        if joined:
+            bases = _base_spans(joined, gap_bytes)
+            runs.append(Run(joined[0].pack, start, end, tuple(joined), bases))
+            joined.clear()
+
     for fetch in fetches:
-        start, end = fetch.chunk.offset, fetch.chunk.offset + fetch.chunk.size
+        first, last = fetch.chunk.offset, fetch.chunk.offset + fetch.chunk.size
         more_bytes = fetch.stored_bytes - fetch.chunk.size
-        last = runs[-1] if runs else None
-        own_bytes = end - last.start if last is not None else 0
-        if (
-            last is not None
-            and last.pack == fetch.pack
-            and start - last.end <= gap_bytes
-            and own_bytes + base_bytes + more_bytes <= run_bytes
+        if not (
+            joined
+            and joined[0].pack == fetch.pack
+            and first - end <= gap_bytes
+            and last - start + base_bytes + more_bytes <= run_bytes
         ):
-            runs[-1] = Run(last.pack, last.start, max(last.end, end), (*last.fetches, fetch))
-            base_bytes += more_bytes
-        else:
-            runs.append(Run(fetch.pack, start, end, (fetch,)))
-            base_bytes = more_bytes
-    return [replace(run, bases=_base_spans(run, gap_bytes)) for run in runs]
+            close()
+            start, end, base_bytes = first, last, 0
+        joined.append(fetch)
+        end, base_bytes = max(end, last), base_bytes + more_bytes
+    close()
+    return runs
 
 
-def _base_spans(run: Run, gap_bytes: int) -> tuple[Span, ...]:
+def _base_spans(fetches: Iterable[Fetch], gap_bytes: int) -> tuple[Span, ...]:
     links = {
         (link.pack, link.chunk.offset, link.chunk.offset + link.chunk.size)
-        for fetch in run.fetches
+        for fetch in fetches
         for link in fetch.bases
     }
     spans: list[Span] = []
