@@ -141,14 +141,15 @@ def gather(store: ObjectStore, expected: Expected) -> dict[Writer, tuple[Fragmen
 def diverging(fragments: Iterable[Fragment]) -> list[str]:
     """Names of replicated leaves whose bytes differ between the fragments' writers."""
     seen: dict[tuple[str, tuple[int, ...]], bytes] = {}
+    specs: dict[str, tuple[object, ...]] = {}
     names = set()
     for fragment in fragments:
         for replica in fragment.replicas:
             if seen.setdefault((replica.leaf, replica.offset), replica.digest) != replica.digest:
                 names.add(replica.leaf)
         for leaf in fragment.leaves:
-            spec = seen.setdefault((f"{leaf.name}\0spec", ()), repr(leaf.spec).encode())
-            if spec != repr(leaf.spec).encode():
+            spec = (leaf.kind, leaf.dtype, leaf.shape, leaf.owner)
+            if specs.setdefault(leaf.name, spec) != spec:
                 names.add(leaf.name)
     return sorted(names)
 

@@ -104,7 +104,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
 
 
-class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
+class ChunkRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Elements ``start`` up to ``stop`` of one box, row-major, and where their bytes are.
 
     ``raw`` and ``stored`` are digests of the bytes before and after the codec. ``base`` is ``None`` but
@@ -133,7 +133,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
         return tuple(found)
 
 
-class BoxRecord(msgspec.Struct, frozen=True, array_like=True):
+class BoxRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The part of a leaf that its writer held, and those of its chunks that it vouches for."""
 
     offset: tuple[int, ...]
@@ -145,7 +145,7 @@ class BoxRecord(msgspec.Struct, frozen=True, array_like=True):
         return Box(self.offset, self.extent)
 
 
-class LeafRecord(msgspec.Struct, frozen=True, array_like=True):
+class LeafRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A leaf, as one writer saw it."""
 
     name: str
@@ -160,7 +160,7 @@ class LeafRecord(msgspec.Struct, frozen=True, array_like=True):
         return LeafSpec(self.name, self.kind, self.dtype, self.shape, self.owner)
 
 
-class PackRef(msgspec.Struct, frozen=True, array_like=True):
+class PackRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A pack's key, its size in bytes, and the digest of all its bytes, those included that nothing
     needs any more.
     """
@@ -170,7 +170,7 @@ class PackRef(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes = b""
 
 
-class ReplicaDigest(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaDigest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Digest of all bytes of a replicated leaf's box, as this writer holds them."""
 
     leaf: str
@@ -202,7 +202,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[str, ...] = ()
 
 
-class LeafRange(msgspec.Struct, frozen=True, array_like=True):
+class LeafRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Leaves ``first`` to ``last`` by name; of each, at most the part ``low`` to ``high`` (in
     1/2**32) of its first dimension. A reader skips fragments whose ranges cannot hold what it wants.
     """
@@ -213,7 +213,7 @@ class LeafRange(msgspec.Struct, frozen=True, array_like=True):
     high: int
 
 
-class FragmentRef(msgspec.Struct, frozen=True, array_like=True):
+class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A fragment by key, with the size and digest of its record, and what it may hold."""
 
     key: str

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ftckpt.births import no_collecting
 from ftckpt.capture import place, target
 from ftckpt.commit import read_commit
 from ftckpt.errors import ObjectDamaged, RestoreIncomplete, first_line
@@ -91,9 +92,10 @@ def restore_into(
     specs = leaf_specs(fragments)
     values = {internal: trees.pop(internal)} if internal in trees else {}
     saved = {name: spec for name, spec in specs.items() if spec.kind == "tensor"}
-    goal = target(state, saved, trees, group=group, rank=rank, world=world, subset=subset, strict=strict)
-    wants = [(want.leaf, want.box) for want in goal.wants]
-    fetches = plan_restore(wants, index_chunks(fragments, {leaf.name for leaf, _ in wants}))
+    with no_collecting():
+        goal = target(state, saved, trees, group=group, rank=rank, world=world, subset=subset, strict=strict)
+        wants = [(want.leaf, want.box) for want in goal.wants]
+        fetches = plan_restore(wants, index_chunks(fragments, {leaf.name for leaf, _ in wants}))
     check_packs(store, packs_of(fetches), at)
     begun: set[str] = set()
     lock = threading.Lock()

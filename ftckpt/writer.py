@@ -249,6 +249,12 @@ class Outcome:
 
 LOOK_EVERY_S = 1.0
 
+_SMALL_BYTES = 64 << 10
+"""Up to here a copy takes less time than giving up the interpreter for it."""
+
+_BATCH_BYTES, _BATCH_CHUNKS = 256 << 10, 256
+"""What an encode thread is given at a time: chunks until there are as many bytes, or as many chunks."""
+
 
 class SaveEngine:
     """Owns the background thread. ``submit`` from one thread; ``outcome`` from any."""
@@ -810,13 +816,13 @@ def _encode_all(
         if chosen.deltas
     )
 
-    def work(number: int) -> _Encoded | _Known:
+    def work(numbers: Sequence[int]) -> list[_Encoded | _Known]:
         with meter.spent("yielded"):
             gate.wait()
         with meter.spent("read"):
-            body = snapshot.read(number)
-        with meter.spent("encode", len(body)):
-            return encoded(number, body)
+            bodies = [snapshot.read(number) for number in numbers]
+        with meter.spent("encode", sum(map(len, bodies))):
+            return list(map(encoded, numbers, bodies))
 
     def encoded(number: int, body: Buffer) -> _Encoded | _Known:
         raw = xxhash.xxh3_128_digest(body)
@@ -828,23 +834,40 @@ def _encode_all(
         if saved is not None and may_extend(saved.chunk, chosen.max_chain):
             base = bases.get(key, saved.chunk.raw)
         itemsize = snapshot.holdings[snapshot.tasks[number].holding].leaf.itemsize_bytes
-        begun_s = rates.cpu_s()
+        begun_s = rates.cpu_s() if len(body) >= codec.SMALLEST_PAYING_BYTES else 0.0
         done = codec.encode(body, itemsize, chosen, base, pays)
-        rates.encoded(done.codec, len(body), rates.cpu_s() - begun_s)
+        if len(body) >= codec.SMALLEST_PAYING_BYTES:  # others are not worth a look at the clock
+            rates.encoded(done.codec, len(body), rates.cpu_s() - begun_s)
         stored = raw if done.codec == codec.RAW else xxhash.xxh3_128_digest(done.body)
         kept = bases.keep(key, raw, body, done.gain)
         built_on = saved if done.codec == codec.DELTA else None
         return _Encoded(number, raw, stored, done.codec, done.body, built_on, kept)
 
-    ahead: list[Future[_Encoded | _Known]] = []
+    ahead: deque[Future[list[_Encoded | _Known]]] = deque()
+    for numbers in _batches(snapshot):
+        ahead.append(pool.submit(work, numbers))
+        if len(ahead) > 2 * settings.encode_threads:
+            yield from pool.result(ahead.popleft())
+    for future in ahead:
+        yield from pool.result(future)
+
+
+def _batches(snapshot: Snapshot) -> Iterator[list[int]]:
+    """The tasks that have bytes, in order; small ones by the hundred, because handing one over to a
+    thread takes longer than encoding it.
+    """
+    batch: list[int] = []
+    size_bytes = 0
     for number, task in enumerate(snapshot.tasks):
         if task.start == task.stop:
             continue
-        ahead.append(pool.submit(work, number))
-        if len(ahead) > 2 * settings.encode_threads:
-            yield pool.result(ahead.pop(0))
-    for future in ahead:
-        yield pool.result(future)
+        batch.append(number)
+        size_bytes += (task.stop - task.start) * snapshot.holdings[task.holding].leaf.itemsize_bytes
+        if size_bytes >= _BATCH_BYTES or len(batch) == _BATCH_CHUNKS:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def _refer(saved: Saved, packs: _Packs) -> ChunkRecord:
@@ -875,6 +898,7 @@ class _Open:
 
     number: int
     memory: npt.NDArray[np.uint8]
+    view: memoryview
     size: int = 0
 
 
@@ -938,12 +962,16 @@ class _Packs:
             self._flush(base)
             pack = None
         if pack is None:
-            pack = self._open[base] = _Open(len(self._refs), self._memory(len(body)))
+            memory = self._memory(len(body))
+            pack = self._open[base] = _Open(len(self._refs), memory, memory.data)
             self._refs.append(PackRef(layout.pack_key(self._at, self._me, self._sequence), 0))
             self._sequence += 1
         offset = pack.size
         pack.size += len(body)
-        np.copyto(pack.memory[offset : pack.size], np.frombuffer(body, np.uint8))
+        if len(body) <= _SMALL_BYTES:
+            pack.view[offset : pack.size] = body
+        else:
+            np.copyto(pack.memory[offset : pack.size], np.frombuffer(body, np.uint8))
         return pack.number, offset
 
     def _memory(self, need_bytes: int) -> npt.NDArray[np.uint8]:

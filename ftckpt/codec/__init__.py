@@ -14,7 +14,7 @@ only when it makes that chunk smaller. Numbers are never reused; readers refuse 
 from __future__ import annotations
 
 from ftckpt.codec.bases import Bases, Candidate
-from ftckpt.codec.choice import MAX_CHAIN, Codec, Encoded, always, encode
+from ftckpt.codec.choice import MAX_CHAIN, SMALLEST_PAYING_BYTES, Codec, Encoded, always, encode
 from ftckpt.codec.frames import CODECS, DELTA, PLANES, RAW, ZSTD, decode
 from ftckpt.codec.rates import Rates
 
@@ -24,6 +24,7 @@ __all__ = [
     "MAX_CHAIN",
     "PLANES",
     "RAW",
+    "SMALLEST_PAYING_BYTES",
     "ZSTD",
     "Bases",
     "Candidate",

@@ -25,7 +25,10 @@ Pays = Callable[[int, int, int], bool]
 _NAMES = ("auto", "raw", "zstd", "planes", "delta")
 _SAMPLE_BYTES = 16 << 10
 _SAMPLES = 3
-_SMALLEST_BYTES = 64
+SMALLEST_BYTES = 64
+SMALLEST_PAYING_BYTES = 4 << 10
+"""Below it ``"auto"`` stores a chunk as it is: probing takes longer than storing what could be saved."""
+
 _WORTH = 0.97
 _WORTH_A_CHAIN = 0.9
 
@@ -88,7 +91,7 @@ def encode(
     ``base`` are the raw bytes that a delta may build on. Releases the GIL while it works.
     """
     size = len(raw)
-    if codec.name == "raw" or size < _SMALLEST_BYTES:
+    if codec.name == "raw" or size < (SMALLEST_PAYING_BYTES if codec.name == "auto" else SMALLEST_BYTES):
         return Encoded(RAW, raw)
     if base is not None and len(base) != size:
         base = None

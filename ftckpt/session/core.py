@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from ftckpt.begin import OnEmpty
+from ftckpt.births import no_collecting
 from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.capture import Fences, LiveLeaf, capture, left_out, left_out_now
 from ftckpt.clock import Clock, SystemClock
@@ -274,7 +275,7 @@ class Session:
         self._finish(max(self._at.finished, step))
         expected, meter = self._expected(step), Meter(self._clock.now_s)
         try:
-            with meter.spent("capture"):
+            with meter.spent("capture"), no_collecting():
                 job = self._job(expected, meter)
         except Exception as error:
             if len(expected.writers) > 1:  # the others need not wait for a share that will not come

@@ -20,7 +20,7 @@ from tests.session.toy import Heard
 from tests.support.procs import wait_until
 
 NOTICED_WITHIN_S = 5.0
-CHUNK = 1 << 12
+CHUNK = 1 << 17
 
 
 def state() -> dict:
@@ -101,10 +101,10 @@ def test_the_save_thread_that_dies_while_it_waits_loses_no_save(tmp_path):
     """C: the next save begins on a thread of its own, and nobody waits for the dead one."""
     values, heard = state(), Heard()
     with session(tmp_path, values, heard=heard) as running:
-        wait_until(lambda: heard.named("save.committed"), 20)
+        wait_until(lambda: running._entered.engine.pending == 0, 20)
         (first,) = kill_threads("ftckpt-save")
         next_save_is_good(tmp_path, running, values, step=1)
-        assert not first.is_alive()
+        wait_until(lambda: not first.is_alive(), 20)
         assert len(threads_named("ftckpt-save")) == 1
     assert not threads_named("ftckpt-save")
     assert heard.named("save.thread_died") and not heard.named("save.failed")
@@ -137,7 +137,7 @@ def test_leaving_after_the_save_thread_died_says_what_was_lost(tmp_path):
 
     with pytest.raises((SaveError, SystemExit)):  # noqa: SIM117
         with session(tmp_path, values, [in_packs(1, pause, nth=1)], heard) as running:
-            wait_until(lambda: heard.named("save.committed"), 20)
+            wait_until(lambda: running._entered.engine.pending == 0, 20)
             values["t"] += 1
             running.save(1)
             assert pause.arrived.wait(20)
