@@ -37,7 +37,7 @@ from ftckpt.attempts import (
 from ftckpt.commit import abort
 from ftckpt.errors import CorruptError, NoCommit, ObjectDamaged, ObjectNotFound, RunNotFound, StepNotFound
 from ftckpt.events import Event, Events, silent
-from ftckpt.layout import start_key
+from ftckpt.layout import ATTEMPTS, RUN, start_key
 from ftckpt.manifest import Claim, Commit, Position, Ref, Start
 from ftckpt.reader import check_commit, verify_commit
 from ftckpt.store.api import ObjectStore
@@ -103,6 +103,7 @@ def begin(
     except RunNotFound:
         if on_empty == "error":
             raise
+        _check_new(store)
         events(Event("run.new", {"uri": store.uri}))
     else:
         before = look(store)
@@ -138,6 +139,17 @@ def begin(
         )
     )
     return Begun(mine, begun, skipped)
+
+
+def _check_new(store: ObjectStore) -> None:
+    """Where there is no run, there are no attempts of one either: a copy may have stopped half way."""
+    key = next((info.key for info in store.scan(ATTEMPTS)), None)
+    if key is not None:
+        raise ObjectDamaged(
+            f"ObjectDamaged: {store.uri} holds {key}, but no {RUN}: a copy or a fork to it has not ended\n"
+            "  nothing was changed; run `ftckpt copy` or `ftckpt fork` again, or give another address",
+            key=RUN,
+        )
 
 
 def _check_starts(store: ObjectStore, seen: Look) -> None:

@@ -19,6 +19,7 @@
     │   ├── NoCommit (LookupError)
     │   ├── StepNotFound (LookupError)
     │   ├── UnknownFormat (ValueError)
+    │   ├── NotSameRun (FileExistsError)
     │   └── CommandNotFound (FileNotFoundError)
     ├── CorruptError (ValueError)       bytes that are not what a record says they are
     │   ├── RecordCorrupt
@@ -142,6 +143,10 @@ class StepNotFound(RunError, LookupError):
 
 class UnknownFormat(RunError, ValueError):
     """Written by a newer major format than this version reads."""
+
+
+class NotSameRun(RunError, FileExistsError):
+    """A copy or fork was to go where another run is, or where a copy went on by itself. Fact: ``key``."""
 
 
 class CommandNotFound(RunError, FileNotFoundError):

@@ -70,7 +70,7 @@ def read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragmen
     stores = sources(store)
     for number, source in enumerate(stores):
         try:
-            return _read_fragment(source, ref, at)
+            return read_fragment_here(source, ref, at)[0]
         except (CorruptError, StoreError) as error:
             if number + 1 == len(stores):
                 raise
@@ -79,7 +79,8 @@ def read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragmen
     raise AssertionError("unreachable: there is a last source")
 
 
-def _read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragment:
+def read_fragment_here(store: ObjectStore, ref: FragmentRef, at: Position) -> tuple[Fragment, bytes]:
+    """As ``read_fragment``, from this very store; with the bytes it was proven by."""
     try:
         body = bytes(store.read(ref.key))
     except ObjectNotFound as error:
@@ -103,7 +104,7 @@ def _read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragme
             key=ref.key,
             step=at.step,
         )
-    return fragment
+    return fragment, body
 
 
 def read_fragments(

@@ -13,7 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from ftckpt.cli.agent import agent
+from ftckpt.cli.copy import copy
 from ftckpt.cli.diff import diff
+from ftckpt.cli.fork import fork
 from ftckpt.cli.gc import gc
 from ftckpt.cli.ls import ls
 from ftckpt.cli.resume import resume
@@ -62,5 +64,7 @@ app.command(short_help="List the commits of a run.")(ls)
 app.command(short_help="Show what a commit holds and who wrote it.")(show)
 app.command(short_help="Read and check every byte.")(verify)
 app.command(short_help="Compare two steps, leaf by leaf.")(diff)
+app.command(short_help="Copy a run, or one step of it, to another address.")(copy)
+app.command(short_help="Begin a new run from a step of another.")(fork)
 app.command(short_help="Delete what nothing needs.")(gc)
 app.command(short_help="Bring what a tier of this machine holds to the run.")(agent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ftckpt.store.api import Buffer, ByteRange, ObjectInfo, ObjectStore
 from ftckpt.store.limit import LimitStore
 from ftckpt.store.local import LocalStore
-from ftckpt.store.opening import open_store
+from ftckpt.store.opening import open_store, server_side
 from ftckpt.store.probe import probe
 from ftckpt.store.pulse import PulseStore
 from ftckpt.store.retry import RetryStore
@@ -21,4 +21,5 @@ __all__ = [
     "RetryStore",
     "open_store",
     "probe",
+    "server_side",
 ]

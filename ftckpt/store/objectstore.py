@@ -128,6 +128,12 @@ class ObjectStorage:
                     for key in keys:
                         self.delete([key])
 
+    def copy(self, key: str, to: str) -> None:
+        """Have the server make an object of the bytes of another, if there is none of that name yet."""
+        for one in (key, to):
+            check_key(one, op="copy", uri=self._uri)
+        self._call("copy", to, lambda: obstore.copy(self._inner, key, to, overwrite=False))
+
     def close(self) -> None:
         """obstore closes its sockets when the store is dropped."""
 
@@ -212,6 +218,7 @@ def s3(bucket: str, prefix: str, settings: S3Settings, http: HttpSettings) -> Ob
         # Every record and chunk is checked against its own digest; hashing bodies once more costs CPU.
         "unsigned_payload": True,
         "conditional_put": "etag",
+        "copy_if_not_exists": "header: If-None-Match: *",
         **settings.extra,
     }
     if settings.endpoint_url:

@@ -80,6 +80,35 @@ def open_store(
     )
 
 
+def server_side(
+    source: str,
+    dest: str,
+    *,
+    options: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Callable[[str, str], None] | None:
+    """How objects below one address are copied to another without their bytes passing through here;
+    ``None`` where that cannot be: not one bucket, or no bucket at all. Takes the two keys.
+    """
+    found = [_SCHEME.match(uri) for uri in (source, dest)]
+    schemes = {match.group(1).lower() for match in found if match is not None}
+    rests = [
+        uri[match.end() :] for uri, match in zip((source, dest), found, strict=True) if match is not None
+    ]
+    buckets = {rest.partition("/")[0] for rest in rests}
+    if None in found or len(schemes) > 1 or len(buckets) > 1 or not schemes <= {"s3", "gs", "az"}:
+        return None
+    from ftckpt.store.objectstore import ObjectStorage
+
+    rest = {name: value for name, value in (options or {}).items() if name not in _OURS}
+    inside = os.environ if environ is None else environ
+    (scheme,), (bucket,) = schemes, buckets
+    whole = _bucket(scheme, f"{scheme}://{bucket}", bucket, rest, HttpSettings(), inside)().store
+    assert isinstance(whole, ObjectStorage)
+    here, there = (rest.partition("/")[2].strip("/") for rest in rests)
+    return lambda key, to: whole.copy(f"{here}/{key}".lstrip("/"), f"{there}/{to}".lstrip("/"))
+
+
 def _bare(
     uri: str, options: dict[str, object], http: HttpSettings, environ: Mapping[str, str], events: Events
 ) -> ObjectStore:

@@ -1,0 +1,94 @@
+"""``ftckpt copy`` and ``ftckpt fork`` of a small run, and what the other commands make of the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ftckpt.run import open_run
+from tests.cli.conftest import Cli, train
+from tests.cli.test_reading import a_pack, flip
+
+
+def test_a_copy_is_the_run_for_every_command(cli: Cli, made: Path, tmp_path: Path) -> None:
+    ran = cli("copy", made, tmp_path / "copy")
+
+    assert ran.code == 0 and ran.err == ""
+    assert "5 steps up to 3" in ran.out
+    listed = [cli("ls", run, "--json").json["commits"] for run in (made, tmp_path / "copy")]
+    assert [line for line in listed[0] if line["status"] != "aborted"] == listed[1]
+    assert cli("verify", tmp_path / "copy").code == 0
+    assert cli("diff", made, f"{tmp_path / 'copy'}@latest").code == 0
+
+
+def test_copying_again_copies_nothing_twice(cli: Cli, made: Path, tmp_path: Path) -> None:
+    first = cli("copy", made, tmp_path / "copy", "--json").json
+
+    again = cli("copy", made, tmp_path / "copy", "--json").json
+
+    assert again["steps"] == first["steps"] == [0, 1, 2, 3, 3]
+    assert (again["copied_bytes"], again["found_bytes"]) == (0, first["copied_bytes"])
+
+
+def test_one_step_can_be_copied_to_a_bucket_and_back(cli: Cli, made: Path, tmp_path: Path, s3) -> None:
+    there = s3.uri("cli-copy/run")
+
+    assert cli("copy", made, there, "--step", 2).code == 0
+    assert cli("copy", there, tmp_path / "back").code == 0
+
+    assert [line["step"] for line in cli("ls", tmp_path / "back", "--json").json["commits"]] == [2]
+    assert cli("diff", f"{made}@2", f"{tmp_path / 'back'}@2").code == 0
+
+
+def test_inside_one_bucket_packs_do_not_come_through_here(cli: Cli, made: Path, s3) -> None:
+    cli("copy", made, s3.uri("cli-within/run"))
+
+    copied = cli("copy", s3.uri("cli-within/run"), s3.uri("cli-within/copy"))
+    forked = cli("fork", s3.uri("cli-within/run"), s3.uri("cli-within/fork"), "--stream")
+
+    assert copied.code == forked.code == 0
+    for name in ("copy", "fork"):
+        assert cli("verify", s3.uri(f"cli-within/{name}")).code == 0
+
+
+def test_a_fork_trains_on_as_a_run_of_its_own(cli: Cli, made: Path, tmp_path: Path) -> None:
+    ran = cli("fork", made, tmp_path / "fork", "--step", 1, "--json")
+    train(tmp_path / "fork", until=2)
+
+    assert ran.code == 0 and ran.json["steps"] == [1]
+    lines = cli("ls", tmp_path / "fork", "--json", "--attempts").json
+    assert [(line["step"], line["attempt"]) for line in lines["commits"]] == [(2, 2), (1, 1)]
+    assert lines["attempts"][1]["parent"] == {"step": 1, "attempt": 1}
+    assert cli("diff", f"{made}@2", f"{tmp_path / 'fork'}@2", "--json").json["components"][2]["changed"] == 0
+    with open_run(str(made)) as parent:
+        assert [commit.step for commit in parent.commits()] == [3, 2, 1, 0]
+
+
+def test_a_place_with_another_run_is_refused(cli: Cli, made: Path, tmp_path: Path) -> None:
+    train(tmp_path / "other", until=1)
+
+    for command in ("copy", "fork"):
+        ran = cli(command, made, tmp_path / "other", "--json")
+
+        assert ran.code == 1
+        assert ran.json["error"] == "NotSameRun" and "was left alone" in ran.err
+
+
+def test_damage_is_an_error_and_the_place_is_no_run(cli: Cli, run: Path, tmp_path: Path) -> None:
+    flip(a_pack(run, 1, 0))
+
+    ran = cli("copy", run, tmp_path / "copy")
+
+    assert ran.code == 1 and ran.err.startswith("ObjectDamaged: packs/000001/000000000000")
+    assert cli("ls", tmp_path / "copy").err.startswith("RunNotFound")
+    with pytest.raises(ValueError, match="has not ended"):
+        train(tmp_path / "copy", until=1)
+
+
+def test_a_mistyped_source_creates_nothing(cli: Cli, tmp_path: Path) -> None:
+    for command in ("copy", "fork"):
+        ran = cli(command, tmp_path / "absent", tmp_path / "dest")
+
+        assert ran.code == 1 and ran.err.startswith("RunNotFound")
+    assert list(tmp_path.iterdir()) == []
