@@ -34,7 +34,10 @@ SESSION: dict[str, tuple[object, ...]] = {
     "deadline_s": SECONDS,
     "fence_deadline_s": SECONDS,
     "retry_deadline_s": SECONDS,
+    "mtbf_s": (*OPTIONAL, 1.5),
 }
+WITH: dict[str, dict[str, object]] = {"mtbf_s": {"save_every": "auto"}}
+"""What a number has a meaning with, where it has none alone."""
 STORE: dict[str, tuple[object, ...]] = {
     "max_calls": (1, 65),
     "timeout_s": SECONDS,
@@ -80,9 +83,12 @@ def numbers() -> list[tuple[str, Make, tuple[object, ...]]]:
     """Every number: how it is set, and which of ``VALUES`` mean something."""
     found: list[tuple[str, Make, tuple[object, ...]]] = []
     for name, good in SESSION.items():
-        found.append(
-            (name, lambda v, name=name: ftckpt.Session("memory://settings", {}, **{name: v}), good)  # type: ignore[misc]
-        )
+        beside = WITH.get(name, {})
+
+        def make(v: object, name: str = name, beside: dict[str, object] = beside) -> object:
+            return ftckpt.Session("memory://settings", {}, **{name: v}, **beside)  # type: ignore[arg-type]
+
+        found.append((name, make, good))
     for name, good in STORE.items():
         found.append((name, lambda v, name=name: open_store("memory://settings", options={name: v}), good))  # type: ignore[misc]
     for default, fields in OTHERS:
