@@ -12,9 +12,10 @@ hands in ``together``.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ftckpt import layout
@@ -124,7 +125,6 @@ class Agent:
         self._patience = patience
         self._together = together
         self._newest_claim = 0
-        self._watched = False
         self._first_seen_s: dict[Position, float] = {}
 
     def watch(self) -> None:
@@ -135,7 +135,6 @@ class Agent:
         if newest > self._newest_claim > 0:
             self._events(Event("agent.fenced", {"newest": newest}))
         self._newest_claim = newest
-        self._watched = True
 
     def drain(self) -> Drained:
         """One pass over everything owed. On return each step of it is settled in the far store, but for
@@ -149,7 +148,6 @@ class Agent:
         given_up: list[Position] = []
         waiting: list[Position] = []
         copied_bytes, last = 0, None
-        self._watched = False
         for at in owed(self._near):
             begun_s = self._clock.now_s()
             behind = any(other.attempt == at.attempt for other in waiting)
@@ -188,8 +186,7 @@ class Agent:
                 return None
         except CorruptError as error:
             trouble = f"the tier is damaged: {first_line(error)}"
-        if not self._watched:
-            self.watch()
+        self.watch()
         try:
             found = read_commit(self._far, at)
         except CorruptError as error:
@@ -228,7 +225,7 @@ class Agent:
         for plan in read_plans(self._near, at):  # once more: what the dead wrote last
             expected = with_parent(plan, self._near)
             plan_dead = [writer for writer in plan.writers if writer in dead]
-            lost = self._finish(plan, expected.parent, plan_dead, self._near)
+            lost = self._finish(plan, expected.parent, plan_dead)
             if len(plan_dead) < len(plan.writers):
                 if lost:
                     return abort(self._near, at, lost)[0]
@@ -242,7 +239,7 @@ class Agent:
         writers = {writer for plan in plans for writer in plan.writers}
         return {writer for writer in writers if not self._tier.is_alive(writer)}
 
-    def _finish(self, plan: Plan, parent: Ref | None, dead: Collection[Writer], parents: ObjectStore) -> str:
+    def _finish(self, plan: Plan, parent: Ref | None, dead: Sequence[Writer]) -> str:
         """See that the fragments of these writers are in the tier. Why that cannot be, if it cannot."""
         at = plan.expected.at
         for writer in dead:
@@ -285,9 +282,7 @@ class Agent:
         self._first_seen_s.setdefault(at, self._clock.now_s())
         for plan in read_plans(self._near, at):
             expected = with_parent(plan, self._far)
-            lost = self._finish(
-                plan, expected.parent, [w for w in plan.writers if w in dead & plan.here], self._far
-            )
+            lost = self._finish(plan, expected.parent, sorted(dead & plan.here))
             if lost:
                 return _Settled(abort(self._far, at, lost)[0])
             there = {info.key for info in self._near.scan(layout.fragment_prefix(at))}
@@ -309,27 +304,23 @@ class Agent:
             pack.key: pack for key, body in fragments.items() for pack in decode(Fragment, body, key).packs
         }
         own = layout.pack_prefix(at) + "/"
-        with self._pinned(at, parent, needed=any(not key.startswith(own) for key in packs)):
-            copied_bytes = self._copy_packs(packs.values())
-            for key, body in fragments.items():
-                if create_owned(self._far, key, body) != body:
-                    raise ObjectDamaged(f"ObjectDamaged: {self._far.uri} has another {key}", key=key)
+        if any(not key.startswith(own) for key in packs):
+            self._hold(at, parent)
+        copied_bytes = self._copy_packs(packs.values())
+        for key, body in fragments.items():
+            if create_owned(self._far, key, body) != body:
+                raise ObjectDamaged(f"ObjectDamaged: {self._far.uri} has another {key}", key=key)
         return copied_bytes
 
-    @contextmanager
-    def _pinned(self, at: Position, parent: Ref | None, *, needed: bool) -> Iterator[None]:
-        """Keep collectors from the packs that the parent of a step shares with it, until the step is settled
-        and ``_release`` lets go.
-        """
-        if needed:
-            found = None if parent is None else read_commit(self._far, parent.at)
-            if parent is None or found is None or found[1] != parent or not self._pin(at, parent.at):
-                raise ObjectDamaged(
-                    f"ObjectDamaged: {at} builds on {parent.at if parent else 'nothing'}, which is not in the far "
-                    "store, or is being collected there",
-                    step=at.step,
-                )
-        yield
+    def _hold(self, at: Position, parent: Ref | None) -> None:
+        """Keep collectors from the packs that a step shares with its parent, until ``_release`` lets go."""
+        found = None if parent is None else read_commit(self._far, parent.at)
+        if parent is None or found is None or found[1] != parent or not self._pin(at, parent.at):
+            raise ObjectDamaged(
+                f"ObjectDamaged: {at} builds on {parent.at if parent else 'nothing'}, which is not in the far "
+                "store, or is being collected there",
+                step=at.step,
+            )
 
     def _pin(self, at: Position, parent: Position) -> bool:
         name = f"{_pin_prefix(at)}{self._life}"
@@ -342,9 +333,9 @@ class Agent:
         for prefix in sorted({key.rpartition("/")[0] for key in wanted}):
             there.update((info.key, info.size_bytes) for info in self._far.scan(prefix))
         absent = [pack for key, pack in sorted(wanted.items()) if there.get(key) != pack.size]
-        return sum(self._together([_Copy(self, pack) for pack in absent]))
+        return sum(self._together([partial(self._copy_pack, pack) for pack in absent]))
 
-    def copy_pack(self, pack: PackRef) -> int:
+    def _copy_pack(self, pack: PackRef) -> int:
         """One pack, proven on the way."""
         body = self._read(pack.key, pack.size, pack.digest.hex())
         with suppress(AlreadyExists):
@@ -449,17 +440,6 @@ def drain_first(near: Near, far: ObjectStore, events: Events) -> None:
     except RunNotFound:
         return
     Agent(near, far, nonce=lambda: uuid.uuid4().hex, clock=SystemClock(), events=events).drain()
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One pack to copy, for ``together``."""
-
-    agent: Agent
-    pack: PackRef
-
-    def __call__(self) -> int:
-        return self.agent.copy_pack(self.pack)
 
 
 def _pin_prefix(at: Position) -> str:

@@ -24,7 +24,7 @@ from ftckpt.cli.common import (
     size,
 )
 from ftckpt.clock import Clock, SystemClock
-from ftckpt.errors import StoreError, first_line
+from ftckpt.errors import FtckptError, first_line
 from ftckpt.events import Event
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 COPIES = 4
 IDLE_S = 0.1
+WAITING_S = 0.5
 WATCH_S = 5.0
 LONGEST_PAUSE_S = 5.0
 
@@ -114,9 +115,10 @@ def _work(one: Agent, near: NearTier, tell: Callable[[Event], None], clock: Cloc
             if clock.now_s() - watched_s >= WATCH_S:
                 one.watch()
                 watched_s = clock.now_s()
-            one.drain()
-            pause_s = IDLE_S
-        except StoreError as error:
+            done = one.drain()
+            stuck = done.waiting and not done.committed and not done.given_up
+            pause_s = min(2 * pause_s, WAITING_S) if stuck else IDLE_S
+        except FtckptError as error:
             tell(Event("agent.failed", {"error": first_line(error)}))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         if alone and not owed(near.store):

@@ -9,16 +9,24 @@ from torch import nn
 from ftckpt.agent.finish import finish_share
 from ftckpt.capture import capture
 from ftckpt.clock import SystemClock
-from ftckpt.commit import Expected
+from ftckpt.commit import Expected, Patience, read_commit
 from ftckpt.errors import ObjectDamaged
 from ftckpt.events import Event
 from ftckpt.layout import Writer, staged_key
 from ftckpt.manifest import FORMAT, Fragment, Position, Staging, decode
 from ftckpt.plan.assign import Place, plan_save
+from ftckpt.reader import check_commit
+from ftckpt.retention import Keep
+from ftckpt.session.tiered import TierJournal
 from ftckpt.snapshot import Live, StagingPool
 from ftckpt.staging import Kept, StagingFile
 from ftckpt.store.local import LocalStore
-from ftckpt.writer import SaveJob, WriteSettings, write_share
+from ftckpt.tiers import mirror
+from ftckpt.writer import SaveEngine, SaveJob, WriteSettings, write_share
+from tests.protocol.world import start_job, writer
+from tests.support.procs import wait_until
+from tests.support.stores import Sim
+from tests.tiers.world import Near, agent
 
 AT = Position(3, 1)
 ME, OTHER = Writer("g0", 0, "a" * 32), Writer("g0", 0, "b" * 32)
@@ -28,16 +36,20 @@ CHUNK_BYTES = 1024
 class Staged:
     """A snapshot of a model and its optimizer, kept in a tier."""
 
-    def __init__(self, folder, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, folder, budget_bytes: int | None = None, me: Writer = ME, writers: tuple[Writer, ...] = (ME,)
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
         self.optim = torch.optim.SGD(self.model.parameters(), lr=0.1)
         leaves = capture(
             {"model": self.model, "optim": self.optim, "plain": {"n": 1}}, group="g0", rank=0, world=1
         )
-        tasks = plan_save([leaf.holding for leaf in leaves], Place(0, 1, 0), CHUNK_BYTES)
+        tasks = plan_save(
+            [leaf.holding for leaf in leaves], Place(writers.index(me), len(writers), 0), CHUNK_BYTES
+        )
         self.store = LocalStore(folder / "tier")
-        self.path = folder / "staging"
+        self.path = folder / f"staging-{me}"
         self.file = StagingFile(self.path)
         self.pool = StagingPool(budget_bytes, self.file.allocate)
         self.events: list[Event] = []
@@ -51,9 +63,9 @@ class Staged:
             parent=None,
             guarantee="E2",
         )
-        note = Staging(format=FORMAT, partial=partial, spans=(), writers=(str(ME),))
+        note = Staging(format=FORMAT, partial=partial, spans=(), writers=tuple(map(str, writers)))
         live = Live(leaves, tasks, self.pool, SystemClock())
-        self.kept = Kept(live, note, self.store, ME, self.pool, self.file, SystemClock(), self.events.append)
+        self.kept = Kept(live, note, self.store, me, self.pool, self.file, SystemClock(), self.events.append)
 
     def change(self) -> None:
         for value in self.model.state_dict().values():
@@ -168,3 +180,36 @@ def test_blocks_of_a_file_lie_where_it_says(tmp_path):
     assert [set(body[at : at + size]) for at, size in places] == [{1}, {2}, {3}, {4}]
     file.close()
     assert not (tmp_path / "file").exists()
+
+
+def test_a_living_writer_commits_with_the_share_that_an_agent_finished_for_a_dead_one(tmp_path):
+    """The quorum has said already that the other one is gone; without its note the step would be given up."""
+    far = Sim().store
+    start_job(far)
+    dead, alive = writer(0), writer(1)
+    writers = (dead, alive)
+    gone, here = Staged(tmp_path, me=dead, writers=writers), Staged(tmp_path, me=alive, writers=writers)
+    mirror(far, here.store)
+    gone.kept.fence(5.0)
+    near = Near(here.store, {str(alive)}, {str(dead): gone.path.read_bytes()})
+    engine = SaveEngine(
+        here.store,
+        alive,
+        parent=None,
+        settings=WriteSettings(patience=Patience(deadline_s=30.0, takeover_s=0.1)),
+        journal=TierJournal(here.store, alive, shared=True, keep=Keep()),
+    )
+    engine.lose(frozenset([dead.incarnation]))
+    engine.start()
+
+    handle = engine.submit(SaveJob(Expected(AT, None, 1, "m", writers), here.kept))
+    wait_until(lambda: bool(list(here.store.scan("fragments"))), 30.0, "the living one's share")
+    waits = agent(near, far).drain()
+    commit = handle.wait(30.0)
+    drained = agent(near, far).drain()
+    engine.close(30.0)
+
+    assert waits.waiting == (AT,)
+    assert len(commit.fragments) == 2
+    assert drained.committed == (AT,)
+    assert check_commit(far, read_commit(far, AT)[0])
