@@ -34,6 +34,8 @@ _view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssi
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
 _PYBUF_READ, _PYBUF_WRITE = 0x100, 0x200
+_LACKING = frozenset({"complex32", "float4_e2m1fn_x2"})
+"""Asking for memory of these warns that operators lack them, or fails where algorithms are deterministic."""
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
@@ -77,8 +79,9 @@ def _why_not(tensor: torch.Tensor) -> str:
 def fresh_tensor(shape: Sequence[int], dtype: str, device: torch.device | str = "cpu") -> torch.Tensor:
     """Memory of its own for a tensor, not filled."""
     assert dtype in ITEMSIZE_BYTES, dtype
-    if dtype == "complex32":  # asking for it directly warns that operators lack it; bytes do not mind
-        return torch.empty(tuple(shape), dtype=torch.int32, device=device).view(torch.complex32)
+    if dtype in _LACKING:
+        integers = torch.empty(tuple(shape), dtype=_AS_INTEGER[ITEMSIZE_BYTES[dtype]], device=device)
+        return integers.view(getattr(torch, dtype))
     return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
 
