@@ -85,3 +85,19 @@ def test_ranks_over_which_the_prompts_of_a_slot_cannot_be_shared_are_refused():
     config.check_world(3)
     with pytest.raises(SettingsError, match="3 prompts a slot cannot be shared out over 2 ranks"):
         config.check_world(2)
+
+
+@pytest.mark.parametrize(
+    "given, meant", [("7", 7), ("90s", "90s"), ("continuous", "continuous"), ("auto", "auto")]
+)
+def test_every_policy_of_saves_is_a_flag(given, meant):
+    config = parse("--save-every", given)
+
+    assert config.save_every == meant
+    assert parse(*to_flags(config)) == config
+
+
+@pytest.mark.parametrize("given", ["0", "-3", "often", "0s"])
+def test_a_policy_without_a_meaning_is_refused_before_anything_is_built(given):
+    with pytest.raises(SettingsError, match="save_every"):
+        parse(f"--save-every={given}")
