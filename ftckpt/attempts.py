@@ -21,6 +21,7 @@ from ftckpt.errors import (
     ObjectNotFound,
     RecordCorrupt,
     RunNotFound,
+    SaveFailed,
     StepNotFound,
     StoreError,
 )
@@ -309,8 +310,14 @@ def start(
 
 
 def check_fence(store: ObjectStore, attempt: int) -> None:
-    """Raise ``Fenced`` if a newer attempt was claimed. One listing."""
-    newest = max((layout.parse_number(info.key) or 0 for info in store.scan(layout.ATTEMPTS)), default=0)
+    """Raise unless this attempt still owns the run. One listing.
+
+    Raises:
+        Fenced: a newer attempt was claimed.
+        SaveFailed: the attempt's own claim is gone, and so is the run for whoever looks for it.
+    """
+    claims = {layout.parse_number(info.key) or 0 for info in store.scan(layout.ATTEMPTS)}
+    newest = max(claims, default=0)
     if newest > attempt:
         raise Fenced(
             f"Fenced: attempt {newest} of {store.uri} was claimed; this is attempt {attempt}\n"
@@ -318,6 +325,13 @@ def check_fence(store: ObjectStore, attempt: int) -> None:
             "  it stops at the step boundary so that two jobs do not train one run",
             attempt=attempt,
             newest=newest,
+        )
+    if attempt not in claims:
+        raise SaveFailed(
+            f"SaveFailed: the claim of attempt {attempt} is gone from {store.uri}: somebody emptied or replaced it\n"
+            "  what is saved there now belongs to no run and could not be resumed; training may go on\n"
+            "  restore what was deleted, or start a new run at another address",
+            attempt=attempt,
         )
 
 
