@@ -112,7 +112,8 @@ def begin(
             _nothing(before, store.uri, step, on_empty, events)
         else:
             choose_good(store, before, step, fallback)
-    probe(store)
+    if store.conditional_create:  # else whoever opened it answered for there being one writer
+        probe(store)
     open_run(store, name)
     mine = claim(
         store,

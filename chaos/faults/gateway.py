@@ -42,13 +42,20 @@ _KEY_ID = re.compile(r"Credential=([^/]+)/")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request. ``key`` is the path without the bucket; ``access_key`` whoever signed it."""
+    """One request. ``key`` is the path without the bucket, ``query`` what follows it; ``access_key``
+    whoever signed it.
+    """
 
     number: int
     method: str
     key: str
     access_key: str
-    is_listing: bool
+    query: str
+    size_bytes: int = 0
+
+    @property
+    def is_listing(self) -> bool:
+        return self.method == "GET" and "list-type=2" in self.query
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ class Gateway:
         self._listener.shutdown()
         self._listener.server_close()
 
-    def note(self, method: str, path: str, signature: str) -> Asked:
+    def note(self, method: str, path: str, signature: str, size_bytes: int) -> Asked:
         found = _KEY_ID.search(signature)
         parts = urlsplit(path)
         key = unquote(parts.path).lstrip("/").partition("/")[2]
@@ -121,7 +128,8 @@ class Gateway:
                 method,
                 key,
                 found.group(1) if found else "",
-                method == "GET" and "list-type=2" in parts.query,
+                parts.query,
+                size_bytes,
             )
             self.log.append(asked)
         return asked
@@ -153,7 +161,7 @@ def _handler(gateway: Gateway) -> type[BaseHTTPRequestHandler]:
 
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            asked = gateway.note(self.command, self.path, self.headers.get("Authorization", ""))
+            asked = gateway.note(self.command, self.path, self.headers.get("Authorization", ""), len(body))
             fate = gateway.rule(asked)
             with suppress(ConnectionError):  # a client that gave up has left
                 if isinstance(fate, Refuse):
