@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ftckpt import layout
-from ftckpt.codec import CODECS
+from ftckpt.codec import codec_name
 from ftckpt.commit import component_of
 from ftckpt.leaf import ITEMSIZE_BYTES
 from ftckpt.manifest import Fragment, Position
@@ -70,7 +70,7 @@ def take_inventory(at: Position, fragments: Iterable[Fragment]) -> Mapping[str, 
                     if not fragment.packs[chunk.pack].key.startswith(own):
                         part.reused_bytes += raw_bytes
                         continue
-                    encoded = part.written.setdefault(CODECS[chunk.codec], Encoded())
+                    encoded = part.written.setdefault(codec_name(chunk.codec), Encoded())
                     encoded.chunks += 1
                     encoded.raw_bytes += raw_bytes
                     encoded.stored_bytes += chunk.size

@@ -400,6 +400,14 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
         raise RecordCorrupt(f"RecordCorrupt: {key} does not decode\n  {error}", key=key) from error
 
 
+def is_what_is_left_of(damaged: bytes, whole: bytes) -> bool:
+    """Whether a damaged record was this one, which decodes: its body, or its seal, is the same still.
+    Either proves the other half.
+    """
+    body_bytes = len(whole) - _TRAILER_BYTES
+    return damaged[:body_bytes] == whole[:body_bytes] or damaged.endswith(whole[-_TRAILER_BYTES:])
+
+
 _MSGPACK: tuple[type, ...] = (Fragment, Staging)
 
 

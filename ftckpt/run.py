@@ -243,6 +243,11 @@ class Run:
             )
         for attempt in sorted(set(seen.view.starts) - seen.view.claims):
             yield _damaged(layout.claim_key(attempt), f"attempt {attempt} began, and its claim is absent")
+        for commit in (seen.commits[at] for at in sorted(seen.view.readable) if at in seen.commits):
+            found = seen.refs.get(commit.parent.at) if commit.parent is not None else None
+            if found is not None and found != commit.parent:
+                key = layout.commit_key(commit.at)
+                yield _damaged(key, f"{key} goes on from another {found.at} than that which is here")
         packs: dict[str, PackRef] = {}
         needed: dict[str, set[tuple[int, int]]] = {}
         for commit in (seen.commits[at] for at in seen.view.readable if at in seen.commits):

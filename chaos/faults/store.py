@@ -34,7 +34,7 @@ from ftckpt.clock import Clock, SystemClock
 from ftckpt.errors import StoreTimeout, StoreUnavailable
 from ftckpt.store.api import Buffer, ByteRange, ObjectInfo, ObjectStore
 
-Op = Literal["create", "read", "size", "scan", "delete"]
+Op = Literal["create", "read", "size", "scan", "delete", "overwrite"]
 When = Literal["before", "after"]
 
 
@@ -52,7 +52,7 @@ class Call:
     op: Op
     key: str
     body: Buffer | None = field(default=None, repr=False, compare=False)
-    """What a ``create`` was given; not kept in the log."""
+    """What a ``create`` or ``overwrite`` was given; not kept in the log."""
 
 
 Proceed = Callable[[Call], Any]
@@ -329,6 +329,9 @@ class FaultyStore:
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._meet("delete", key, lambda call: self.inner.delete([call.key]))
+
+    def overwrite(self, key: str, body: Buffer) -> None:
+        self._meet("overwrite", key, lambda call: self.inner.overwrite(key, _given(call)), body)
 
     def close(self) -> None:
         self.inner.close()

@@ -13,7 +13,7 @@ from typing import TypeVar
 from ftckpt import layout
 from ftckpt.attempts import look, read_record, read_start
 from ftckpt.commit import Expected
-from ftckpt.errors import ObjectNotFound, RecordCorrupt
+from ftckpt.errors import ObjectNotFound, RecordCorrupt, SettingsError, first_line
 from ftckpt.layout import Writer
 from ftckpt.manifest import Fragment, Position, Saving, Staging
 from ftckpt.retention import Keep
@@ -49,13 +49,13 @@ def read_plans(near: ObjectStore, at: Position) -> list[Plan]:
     plans: dict[tuple[object, ...], Plan] = {}
     for writer, saving in _notes(near, Saving, f"{layout.SAVES}/{_folder(at)}"):
         key = (saving.quorum, saving.members, saving.writers)
-        plan = plans.get(key) or Plan(_expected(at, saving, saving.writers), saving.shared, _keep(saving))
+        plan = plans.get(key) or Plan(_expected(at, saving, saving.writers), saving.shared, _keep(at, saving))
         expected = replace(plan.expected, parent=saving.parent)
         plans[key] = replace(plan, expected=expected, begun=True, here=plan.here | {writer})
     for writer, staging in _notes(near, Staging, f"{layout.STAGED}/{_folder(at)}"):
         key = (staging.partial.quorum, staging.partial.members, staging.writers)
         plan = plans.get(key) or Plan(
-            _expected(at, staging.partial, staging.writers), staging.shared, _keep(staging)
+            _expected(at, staging.partial, staging.writers), staging.shared, _keep(at, staging)
         )
         stagings = {**plan.stagings, writer: staging}
         plans[key] = replace(plan, here=plan.here | {writer}, stagings=stagings)
@@ -90,8 +90,13 @@ def _expected(at: Position, note: Saving | Fragment, writers: tuple[str, ...]) -
     return Expected(at, None, note.quorum, note.members, found)
 
 
-def _keep(note: Saving | Staging) -> Keep:
-    return Keep(last=note.keep_last, every=note.keep_every)
+def _keep(at: Position, note: Saving | Staging) -> Keep:
+    try:
+        return Keep(last=note.keep_last, every=note.keep_every)
+    except SettingsError as error:
+        raise RecordCorrupt(
+            f"RecordCorrupt: a note on {at} asks for what cannot be kept: {first_line(error)}", step=at.step
+        ) from error
 
 
 def _notes(near: ObjectStore, kind: type[N], prefix: str) -> Iterator[tuple[Writer, N]]:

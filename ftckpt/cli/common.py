@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 200
 """Columns of a table that no terminal shows; what is longer is folded, never cut off."""
 
+_STEP_DIGITS = 18
+"""More is no step but a part of an address. Keys have 12."""
+
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 
 Address = Annotated[
@@ -75,7 +78,7 @@ def locate(address: str) -> str:
 def split_step(text: str) -> tuple[str, int | None]:
     """``RUN@STEP`` in its two parts; ``RUN`` and ``RUN@latest`` mean the newest step."""
     address, at, step = text.rpartition("@")
-    if at and step.isascii() and step.isdecimal():
+    if at and step.isascii() and step.isdecimal() and len(step) <= _STEP_DIGITS:
         return address, int(step)
     return (address, None) if at and step == "latest" else (text, None)
 

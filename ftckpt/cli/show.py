@@ -21,6 +21,8 @@ from ftckpt.cli.common import (
     table,
 )
 from ftckpt.cli.records import attempt_json, attempts_json, attempts_table, bytes_of, groups_of
+from ftckpt.cli.reshard import parse_world
+from ftckpt.cli.reshard import reshard as show_reshard
 from ftckpt.errors import ObjectNotFound
 from ftckpt.inventory import Part
 from ftckpt.manifest import Claim, Commit, Start
@@ -40,6 +42,14 @@ def show(
         str | None,
         typer.Option("--value", metavar="COMPONENT", help="Only the plain values of this component."),
     ] = None,
+    reshard: Annotated[
+        str | None,
+        typer.Option(
+            "--reshard",
+            metavar="world=N",
+            help="Only what each of N ranks would read, were every tensor cut over them by rows (FSDP2).",
+        ),
+    ] = None,
     as_json: AsJson = False,
     store_option: StoreOptions = None,
 ) -> None:
@@ -49,8 +59,13 @@ def show(
     """
     if value is not None and (leaves or attempts):
         raise typer.BadParameter("stands alone, without --leaves and --attempts", param_hint="--value")
+    if reshard is not None and (leaves or attempts or value is not None):
+        raise typer.BadParameter("stands alone, without other things to show", param_hint="--reshard")
+    world = None if reshard is None else parse_world(reshard)
     with reporting(as_json=as_json), reading(run, store_option) as opened:
-        if value is not None:
+        if world is not None:
+            show_reshard(opened, step, world, as_json=as_json)
+        elif value is not None:
             _value(opened, step, value, as_json=as_json)
         elif as_json:
             print_json(_json(opened, opened.commit(step), leaves=leaves, attempts=attempts))

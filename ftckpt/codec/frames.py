@@ -15,6 +15,11 @@ DELTA = 3
 CODECS: dict[int, str] = {RAW: "raw", ZSTD: "zstd", PLANES: "planes+zstd", DELTA: "xor+planes+zstd"}
 
 
+def codec_name(codec: int) -> str:
+    """What people call it, also one that is not known here."""
+    return CODECS.get(codec, f"codec {codec}")
+
+
 def decode(stored: Buffer, codec: int, raw_bytes: int, base: Buffer | None = None) -> Buffer:
     """The raw bytes; asks for about twice ``raw_bytes`` of memory at most. Releases the GIL.
 

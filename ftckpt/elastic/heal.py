@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
+from math import prod
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -32,11 +33,14 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from ftckpt.errors import MembershipError
 from ftckpt.leaf import ITEMSIZE_BYTES
+from ftckpt.manifest import MAX_LEAF_BYTES, MAX_NDIM
 
 KEY = "ftckpt"
 """Under which a ``HealState`` is registered with the Manager."""
 BLOCK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20
+STRIDE_BYTES = 32 << 20
+"""Memory is made for so many bytes of a leaf before they have come."""
 
 
 class HealState(Protocol):
@@ -197,7 +201,7 @@ def fetch(
             )
         header = _read_header(answer)
         return header.manager, {leaf.name: _read_leaf(answer, leaf, deadline_s) for leaf in header.leaves}
-    except (OSError, EOFError, http.client.HTTPException, msgspec.MsgspecError) as e:
+    except (OSError, EOFError, RecursionError, http.client.HTTPException, msgspec.MsgspecError) as e:
         raise MembershipError(
             f"healing step {step} from the peer at {url.netloc} failed: {type(e).__name__}: {e}\n"
             "  nothing was changed; the step is repeated",
@@ -218,23 +222,15 @@ def _read_leaf(stream: http.client.HTTPResponse, leaf: Leaf, deadline_s: float) 
     if leaf.dtype and leaf.dtype not in ITEMSIZE_BYTES:
         raise MembershipError(f"{leaf.name} has the unknown element type {leaf.dtype!r}", leaf=leaf.name)
     itemsize_bytes = ITEMSIZE_BYTES[leaf.dtype] if leaf.dtype else 1
-    numel = 1
-    for extent in leaf.shape:
-        numel *= extent
+    sound = len(leaf.shape) <= MAX_NDIM and min(leaf.shape, default=0) >= 0
+    sound = sound and prod(n or 1 for n in leaf.shape) * itemsize_bytes <= MAX_LEAF_BYTES
+    numel = prod(leaf.shape) if sound else -1
     left_bytes = stream.length if stream.length is not None else 0
     if numel * itemsize_bytes != leaf.size_bytes or not 0 <= leaf.size_bytes <= left_bytes:
         raise MembershipError(
             f"{leaf.name} is announced with a size that does not fit its shape", leaf=leaf.name
         )
-    buffer = bytearray(leaf.size_bytes)
-    view = memoryview(buffer)
-    while view:
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"out of time at {leaf.name}")
-        count = stream.readinto(view[:BLOCK_BYTES])
-        if not count:
-            raise EOFError(f"the body ends inside {leaf.name}")
-        view = view[count:]
+    buffer = _read_bytes(stream, leaf, deadline_s)
     if xxhash.xxh3_128_hexdigest(buffer) != leaf.digest:
         raise MembershipError(
             f"{leaf.name} arrived with other bytes than were published\n"
@@ -247,6 +243,23 @@ def _read_leaf(stream: http.client.HTTPResponse, leaf: Leaf, deadline_s: float) 
     if not buffer:
         return torch.empty(leaf.shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(leaf.shape)
+
+
+def _read_bytes(stream: http.client.HTTPResponse, leaf: Leaf, deadline_s: float) -> bytearray:
+    """A leaf's bytes. Memory grows with what has come, not with what was announced."""
+    buffer = bytearray()
+    while len(buffer) < leaf.size_bytes:
+        at = len(buffer)
+        buffer.extend(bytes(min(leaf.size_bytes - at, STRIDE_BYTES)))
+        with memoryview(buffer) as view:
+            while at < len(view):
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"out of time at {leaf.name}")
+                count = stream.readinto(view[at : at + BLOCK_BYTES])
+                if not count:
+                    raise EOFError(f"the body ends inside {leaf.name}")
+                at += count
+    return buffer
 
 
 def _exactly(stream: http.client.HTTPResponse, size_bytes: int) -> bytes:

@@ -93,6 +93,14 @@ class ObjectStore(Protocol):
         """Remove objects. Absent keys are fine. Not atomic over several keys."""
         ...
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        """Store ``body`` under a key whatever is there; atomic and durable on return.
+
+        For repair alone, with bytes that are proven to be those the key was created with: nobody who
+        reads at that moment sees anything but the damaged object or the good one (see design/0010).
+        """
+        ...
+
     def close(self) -> None:
         """Release sockets and threads. Idempotent."""
         ...

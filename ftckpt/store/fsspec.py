@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import fsspec
 
@@ -71,22 +71,7 @@ class FsspecStore:
 
     def create(self, key: str, body: Buffer) -> None:
         """Where ``conditional_create`` is false: a look, then a write. One writer only."""
-        check_key(key, op="create", uri=self._uri)
-        if not self._bucket_seen:
-            # Some servers make an absent bucket on the first PUT: a mistyped name must not succeed.
-            self._call("create", key, lambda: self._fs.find(f"{self._root}/{key}"))
-        flat = view(body)
-        sent = body if isinstance(body, bytes) else bytes(flat)  # botocore takes no views
-        if self._conditional:
-            # A chunk size above the body's keeps it one PUT: no multipart upload to leave behind.
-            one_put = max(flat.nbytes, 1) + 1
-            self._call(
-                "create",
-                key,
-                lambda: self._fs.pipe_file(self._path(key), sent, mode="create", chunksize=one_put),
-            )
-        else:
-            self._call("create", key, lambda: self._look_then_write(key, sent))
+        self._put("create", key, body)
 
     def read(self, key: str, at: ByteRange | None = None) -> bytes | memoryview:
         check_key(key, op="read", uri=self._uri)
@@ -135,16 +120,34 @@ class FsspecStore:
             except ObjectNotFound:
                 continue
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        """As atomic as the file system's own writing."""
+        self._put("overwrite", key, body)
+
     def close(self) -> None:
         """The connections belong to fsspec, which closes them when the file system is dropped."""
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
-    def _look_then_write(self, key: str, body: bytes) -> None:
+    def _put(self, op: Literal["create", "overwrite"], key: str, body: Buffer) -> None:
+        check_key(key, op=op, uri=self._uri)
+        if not self._bucket_seen:
+            # Some servers make an absent bucket on the first PUT: a mistyped name must not succeed.
+            self._call(op, key, lambda: self._fs.find(f"{self._root}/{key}"))
+        flat = view(body)
+        sent = body if isinstance(body, bytes) else bytes(flat)  # botocore takes no views
+        if self._conditional:
+            # A chunk size above the body's keeps it one PUT: no multipart upload to leave behind.
+            one_put = max(flat.nbytes, 1) + 1
+            self._call(op, key, lambda: self._fs.pipe_file(self._path(key), sent, mode=op, chunksize=one_put))
+        else:
+            self._call(op, key, lambda: self._look_then_write(key, sent, spare=op == "create"))
+
+    def _look_then_write(self, key: str, body: bytes, *, spare: bool) -> None:
         path = self._path(key)
         self._fs.invalidate_cache()
-        if self._fs.exists(path):
+        if spare and self._fs.exists(path):
             raise FileExistsError(errno.EEXIST, "exists", path)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._fs.pipe_file(path, body)

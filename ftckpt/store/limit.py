@@ -48,5 +48,9 @@ class LimitStore:
         with self._turns:
             self._inner.delete(keys)
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        with self._turns:
+            self._inner.overwrite(key, body)
+
     def close(self) -> None:
         self._inner.close()

@@ -20,7 +20,7 @@ import fcntl
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ftckpt.errors import (
@@ -74,7 +74,7 @@ class LocalStore:
             try:
                 if os.path.lexists(path):  # spares writing a large body only to lose; ``link`` decides
                     raise FileExistsError(errno.EEXIST, "exists", str(path))
-                while not self._write_and_link(path, view(body)):
+                while not self._write_and_name(path, view(body), os.link):
                     pass
             except FileExistsError:
                 if path.is_dir():
@@ -141,6 +141,12 @@ class LocalStore:
                     path.unlink()
                 self._prune(path.parent)
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        path = self._path(key, "overwrite")
+        with self._errors("overwrite", key):
+            while not self._write_and_name(path, view(body), os.replace):
+                pass
+
     def close(self) -> None:
         """Nothing is held between calls."""
 
@@ -156,8 +162,10 @@ class LocalStore:
         check_key(key, op=op, uri=self.uri)
         return self._root.joinpath(*key.split("/"))
 
-    def _write_and_link(self, path: Path, body: memoryview) -> bool:
-        """False when another process took the folder or the temporary file away: do it again."""
+    def _write_and_name(self, path: Path, body: memoryview, name: Callable[[Path, Path], None]) -> bool:
+        """Write a temporary file, then give it its name. False when another process took the folder or
+        the temporary file away: do it again.
+        """
         made = _make_folders(path.parent)
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
         try:
@@ -170,7 +178,7 @@ class LocalStore:
             _write_all(fd, body)
             os.fsync(fd)
             try:
-                os.link(temporary, path)
+                name(temporary, path)
             except FileNotFoundError:
                 return False  # a sweeper came between open and flock
             except OSError as error:

@@ -61,6 +61,9 @@ class NearestStore:
     def delete(self, keys: Sequence[str]) -> None:
         self.stores[-1].delete(keys)
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        self.stores[-1].overwrite(key, body)
+
     def close(self) -> None:
         """They belong to whoever opened them."""
 

@@ -15,7 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import obstore
 from obstore.exceptions import (
@@ -80,16 +80,7 @@ class ObjectStorage:
         return True
 
     def create(self, key: str, body: Buffer) -> None:
-        check_key(key, op="create", uri=self._uri)
-        if not self._bucket_seen:
-            # Some servers make an absent bucket on the first PUT: a mistyped name must not succeed.
-            self._call("create", key, lambda: next(iter(obstore.list(self._inner, chunk_size=1)), None))
-        flat = view(body)
-        # The memory store would keep looking at the caller's buffer.
-        sent = bytes(flat) if self._in_memory and not isinstance(body, bytes) else flat
-        self._call(
-            "create", key, lambda: obstore.put(self._inner, key, sent, mode="create", use_multipart=False)
-        )
+        self._put("create", key, body)
 
     def read(self, key: str, at: ByteRange | None = None) -> bytes | memoryview:
         check_key(key, op="read", uri=self._uri)
@@ -128,6 +119,9 @@ class ObjectStorage:
                     for key in keys:
                         self.delete([key])
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        self._put("overwrite", key, body)
+
     def copy(self, key: str, to: str) -> None:
         """Have the server make an object of the bytes of another, if there is none of that name yet."""
         for one in (key, to):
@@ -136,6 +130,16 @@ class ObjectStorage:
 
     def close(self) -> None:
         """obstore closes its sockets when the store is dropped."""
+
+    def _put(self, op: Literal["create", "overwrite"], key: str, body: Buffer) -> None:
+        check_key(key, op=op, uri=self._uri)
+        if not self._bucket_seen:
+            # Some servers make an absent bucket on the first PUT: a mistyped name must not succeed.
+            self._call(op, key, lambda: next(iter(obstore.list(self._inner, chunk_size=1)), None))
+        flat = view(body)
+        # The memory store would keep looking at the caller's buffer.
+        sent = bytes(flat) if self._in_memory and not isinstance(body, bytes) else flat
+        self._call(op, key, lambda: obstore.put(self._inner, key, sent, mode=op, use_multipart=False))
 
     def _read_whole(self, key: str) -> tuple[memoryview, int]:
         answer = obstore.get(self._inner, key)

@@ -63,6 +63,9 @@ class PulseStore:
     def delete(self, keys: Sequence[str]) -> None:
         self._ask("delete", keys[0] if keys else "", lambda: self._inner.delete(keys))
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        self._ask("overwrite", key, lambda: self._inner.overwrite(key, body))
+
     def close(self) -> None:
         self._inner.close()
 

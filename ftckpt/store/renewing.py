@@ -76,6 +76,9 @@ class RenewingStore:
     def delete(self, keys: Sequence[str]) -> None:
         self._ask(lambda store: store.delete(keys))
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        self._ask(lambda store: store.overwrite(key, body))
+
     def close(self) -> None:
         self._now.store.close()
 

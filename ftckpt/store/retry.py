@@ -78,6 +78,9 @@ class RetryStore:
     def delete(self, keys: Sequence[str]) -> None:
         self._repeat("delete", keys[0] if keys else "", lambda: self._inner.delete(keys))
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        self._repeat("overwrite", key, lambda: self._inner.overwrite(key, body))
+
     def close(self) -> None:
         self._inner.close()
 

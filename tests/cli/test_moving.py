@@ -92,3 +92,61 @@ def test_a_mistyped_source_creates_nothing(cli: Cli, tmp_path: Path) -> None:
 
         assert ran.code == 1 and ran.err.startswith("RunNotFound")
     assert list(tmp_path.iterdir()) == []
+
+
+# --- verify --repair ------------------------------------------------------------------------------
+
+
+def test_a_run_is_repaired_from_its_copy(cli: Cli, run: Path, tmp_path: Path) -> None:
+    cli("copy", run, tmp_path / "copy")
+    flip(a_pack(run, 1, 0))
+    flip(run / "commits/000000000001-000001", 40)
+    a_pack(run, 2, 3).unlink()
+    assert cli("verify", run).code == 1
+
+    ran = cli("verify", run, "--repair", "--from", tmp_path / "copy")
+
+    assert ran.code == 0 and ran.out.count("repaired packs/") == 2
+    assert ran.out.splitlines()[-1].endswith("3 objects repaired, all good")
+    assert cli("verify", run).code == 0
+    assert cli("verify", run, "--repair", "--from", tmp_path / "copy", "--json").json == {
+        "run": f"file://{run}",
+        "step": None,
+        "ok": True,
+        "repaired": [],
+        "problems": [],
+    }
+
+
+def test_what_stays_damaged_is_named_with_the_reason(cli: Cli, run: Path, tmp_path: Path) -> None:
+    cli("copy", run, tmp_path / "copy")
+    for place in (run, tmp_path / "copy"):
+        flip(a_pack(place, 1, 0))
+    flip(a_pack(run, 1, 1))
+
+    ran = cli("verify", run, "--repair", "--from", tmp_path / "copy", "--step", 1, "--json")
+    people = cli("verify", run, "--repair", "--from", tmp_path / "copy")
+
+    assert ran.code == people.code == 1
+    assert [line["key"].split("/")[2] for line in ran.json["repaired"]] == ["000000000001"]
+    assert all(line["key"].split("/")[2] == "000000000000" for line in ran.json["problems"])
+    assert "  not repaired: " in people.out and "0 objects repaired, " in people.out
+
+
+def test_a_run_is_repaired_from_the_tier_of_its_machine(cli: Cli, tmp_path: Path) -> None:
+    tier, far = tmp_path / "tier", tmp_path / "far"
+    train(far, until=2, tiers=[str(tier)], deadline_s=20)
+    for step in (0, 2):
+        flip(a_pack(far, 1, step))
+
+    ran = cli("verify", far, "--repair", "--tier", tier, "--json")
+
+    assert ran.code == 0 and {line["from"] for line in ran.json["repaired"]} == {f"file://{tier}"}
+    assert len(ran.json["repaired"]) == 2 and cli("verify", far).code == 0
+
+
+def test_repairing_is_asked_for_with_a_place_to_repair_from(cli: Cli, made: Path, tmp_path: Path) -> None:
+    assert cli("verify", made, "--repair").code == 2
+    assert cli("verify", made, "--from", made).code == 2
+    absent = cli("verify", made, "--repair", "--from", tmp_path / "absent")
+    assert absent.code == 1 and "to repair from" in absent.err and not (tmp_path / "absent").exists()

@@ -56,6 +56,19 @@ def test_equal_bytes_are_no_excuse_for_a_second_create(store):
         store.create("attempts/1", b"same")
 
 
+def test_an_overwrite_leaves_its_bytes_whatever_was_there(store):
+    store.create("packs/000001/a-1", b"damaged, and longer")
+
+    for body in (b"good", memoryview(bytearray(b"better"))):
+        store.overwrite("packs/000001/a-1", body)
+        assert bytes(store.read("packs/000001/a-1")) == bytes(body)
+    store.overwrite("packs/000001/a-2", b"absent before")
+
+    assert keys_of(store) == ["packs/000001/a-1", "packs/000001/a-2"]
+    with pytest.raises(AlreadyExists):
+        store.create("packs/000001/a-2", b"x")
+
+
 def test_an_empty_object_exists(store):
     store.create("empty", b"")
 

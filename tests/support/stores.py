@@ -275,6 +275,10 @@ class SimStore:
                 self._actor, Pending("delete", key), lambda key=key: self._sim.objects.pop(key, None)
             )
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        copy = bytes(body)
+        self._sim._turn(self._actor, Pending("overwrite", key), lambda: self._sim.objects.update({key: copy}))
+
     def close(self) -> None:
         pass
 

@@ -65,6 +65,9 @@ class Below:
     def delete(self, keys: Sequence[str]) -> None:
         self._inner.delete([f"{self._prefix}/{key}" for key in keys])
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        self._inner.overwrite(f"{self._prefix}/{key}", body)
+
     def close(self) -> None:
         pass
 

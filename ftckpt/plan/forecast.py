@@ -1,0 +1,86 @@
+"""What a restore onto other ranks would read, rank by rank, before anybody starts one.
+
+Every tensor is cut along its first dimension as FSDP2 does: equal rows, the last ranks fewer or none.
+Plain values and 0-dimensional tensors are whole on every rank. Computed from a commit's leaf ranges and
+its fragments; no chunk is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ftckpt.boxes import Box, whole
+from ftckpt.leaf import LeafSpec
+from ftckpt.manifest import FragmentRef, fraction, may_hold
+from ftckpt.plan.restore import Saved, coalesce, plan_restore
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """What one rank reads: ``needed_bytes`` are raw bytes of its state; ``fetched_bytes`` what its
+    ``requests`` to packs bring, decoded ``chunks`` of them; before that, so many fragments.
+    """
+
+    rank: int
+    needed_bytes: int
+    fetched_bytes: int
+    requests: int
+    chunks: int
+    fragments: int
+    fragment_bytes: int
+
+
+def rows_of(shape: tuple[int, ...], world: int, rank: int) -> Box:
+    """The rows that FSDP2 gives to a rank."""
+    if not shape:
+        return whole(shape)
+    rows = -(-shape[0] // world)
+    low, high = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
+    return Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+
+
+def forecast(
+    refs: Sequence[FragmentRef],
+    leaves: Collection[LeafSpec],
+    index: Mapping[str, Sequence[Saved]],
+    world: int,
+    *,
+    gap_bytes: int,
+    run_bytes: int,
+) -> list[RankLoad]:
+    """The load of every rank of ``world``; requests are joined by the reader's ``gap_bytes`` and ``run_bytes``.
+
+    ``leaves`` of single ranks (``PerRank``) are left out: who takes them over is the trainer's choice.
+
+    Raises:
+        RecordCorrupt: the chunks do not hold every element once.
+    """
+    common = [leaf for leaf in leaves if not leaf.owner]
+    loads = []
+    for rank in range(world):
+        wants = [
+            (leaf, whole(leaf.shape) if leaf.kind == "value" else rows_of(leaf.shape, world, rank))
+            for leaf in common
+        ]
+        fetches = plan_restore(wants, index)
+        runs = coalesce(fetches, gap_bytes, run_bytes)
+        near = [ref for ref in refs if _is_needed(ref, wants)]
+        loads.append(
+            RankLoad(
+                rank=rank,
+                needed_bytes=sum(box.numel * leaf.itemsize_bytes for leaf, box in wants),
+                fetched_bytes=sum(run.read_bytes for run in runs),
+                requests=sum(len(run.spans) for run in runs),
+                chunks=len(fetches),
+                fragments=len(near),
+                fragment_bytes=sum(ref.size for ref in near),
+            )
+        )
+    return loads
+
+
+def _is_needed(ref: FragmentRef, wants: Sequence[tuple[LeafSpec, Box]]) -> bool:
+    return any(
+        may_hold(ref.ranges, leaf.name, *fraction(box, leaf.shape)) for leaf, box in wants if box.numel
+    )
