@@ -41,6 +41,11 @@ ITEMSIZE_BYTES: dict[str, int] = {
 """Every element type of format 1, by torch's name without ``torch.``, and its size."""
 
 
+def is_in(name: str, prefix: str) -> bool:
+    """Whether ``name`` is ``prefix`` or stands inside of it: ``actor.w`` in ``actor``, not in ``act``."""
+    return name == prefix or (name.startswith(prefix) and name[len(prefix)] in ".@")
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class LeafSpec:
     """What is the same on every holder. ``shape`` is the global one; a value leaf has dtype

@@ -1,12 +1,12 @@
 """A run opened for reading: no process group, no trainer, nothing is ever written.
 
-``commits`` and ``latest`` follow the lineage; ``verify`` reads every byte; ``tensor`` and ``value``
-fetch only what they need. torch is loaded when a tensor is asked for.
+``commits`` and ``latest`` follow the lineage; ``verify`` reads every byte; ``tensor``, ``tensors``, ``array``
+and ``value`` fetch only what they need. torch is loaded when a tensor is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -18,7 +18,7 @@ from ftckpt.attempts import Look, choose, find_run, look, read_claim, read_start
 from ftckpt.boxes import Box, whole
 from ftckpt.errors import CorruptError, ObjectDamaged, ObjectNotFound, StateMismatch, StoreError
 from ftckpt.inventory import Part, take_inventory
-from ftckpt.leaf import LeafSpec
+from ftckpt.leaf import LeafSpec, is_in
 from ftckpt.lineage import orphans
 from ftckpt.manifest import (
     Claim,
@@ -53,6 +53,7 @@ from ftckpt.store.api import ByteRange, ObjectStore
 from ftckpt.values import unpack
 
 if TYPE_CHECKING:
+    import tensorstore
     import torch
 
 Status = Literal["readable", "damaged", "aborted", "orphan", "collected"]
@@ -187,16 +188,7 @@ class Run:
         from ftckpt.capture.tensors import fresh_tensor
 
         commit = self.commit(step)
-        specs = leaf_specs(read_fragments(self._store, commit))
-        spec = specs.get(leaf)
-        if spec is None or spec.kind != "tensor":
-            near = [name for name in specs if leaf.rpartition(".")[2] in name][:8]
-            raise StateMismatch(
-                f"StateMismatch: step {commit.step} has no tensor {leaf!r}\n"
-                f"  similar names: {', '.join(near) or 'none'}; `ftckpt show RUN --leaves` lists all",
-                step=commit.step,
-                leaf=leaf,
-            )
+        spec = self._tensor_spec(commit, leaf)
         box = box or whole(spec.shape)
         fragments = read_fragments(self._store, commit, [(spec, box)])
         fetches = plan_restore([(spec, box)], index_chunks(fragments))
@@ -209,6 +201,51 @@ class Run:
 
         fetch(self._store, fetches, put, commit.at, self._settings)
         return result
+
+    def array(self, leaf: str, step: int | None = None) -> tensorstore.TensorStore:
+        """A tensor as a lazy array: slice it with any step, then ``read().result()`` or ``numpy.asarray``.
+
+        Nothing but records is read before; then only chunks that a slice overlaps, each verified, with a
+        bounded number of them in memory beside the slice. The step is chosen now, and stays.
+
+        Raises ``ExtraMissing`` without TensorStore, ``UnsupportedValue`` for a dtype that it does not know.
+        What fails while a slice is read is raised by TensorStore as its own error, with our text in it.
+        """
+        from ftckpt.arrays import open_array
+
+        commit = self.commit(step)
+        return open_array(self._store, commit, self._tensor_spec(commit, leaf), self._settings)
+
+    def tensors(
+        self, names: str | Iterable[str] | None = None, step: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, read and verified as they are asked for: a bounded number ahead, so that a
+        step may be larger than memory. ``dict(run.tensors("actor"))`` keeps them all.
+
+        ``names``: of tensors, or of what they are in (``actor``, ``actor.layers.0``); ``None``: all. Raises
+        ``StateMismatch`` at once when one of them names no tensor of the step.
+        """
+        from ftckpt.arrays import stream
+
+        commit = self.commit(step)
+        specs = [s for s in leaf_specs(read_fragments(self._store, commit)).values() if s.kind == "tensor"]
+        asked = None if names is None else [names] if isinstance(names, str) else list(names)
+        if asked is not None:
+            chosen: dict[str, LeafSpec] = {}
+            for name in asked:
+                found = {spec.name: spec for spec in specs if is_in(spec.name, name)}
+                if not found:
+                    raise _no_tensor(commit, name, [spec.name for spec in specs])
+                chosen |= found
+            specs = list(chosen.values())
+        return stream(self._store, commit, specs, self._settings)
+
+    def _tensor_spec(self, commit: Commit, leaf: str) -> LeafSpec:
+        specs = leaf_specs(read_fragments(self._store, commit))
+        spec = specs.get(leaf)
+        if spec is None or spec.kind != "tensor":
+            raise _no_tensor(commit, leaf, list(specs))
+        return spec
 
     def verify(self, step: int | None = None, progress: Progress | None = None) -> list[Problem]:
         """Read and check every record and every byte that a readable commit needs; of one step, or
@@ -310,6 +347,16 @@ class Run:
         commit = self.commit(step)
         restore_into(self._store, commit, state, subset=True, strict=strict, settings=self._settings)
         return commit
+
+
+def _no_tensor(commit: Commit, leaf: str, names: Sequence[str]) -> StateMismatch:
+    near = [name for name in names if leaf.rpartition(".")[2] in name][:8]
+    return StateMismatch(
+        f"StateMismatch: step {commit.step} has no tensor {leaf!r}\n"
+        f"  similar names: {', '.join(near) or 'none'}; `ftckpt show RUN --leaves` lists all",
+        step=commit.step,
+        leaf=leaf,
+    )
 
 
 def _damaged(key: str, what: str) -> Problem:
