@@ -1,8 +1,9 @@
 """Fault-tolerant checkpoints and elastic restart for RL post-training in PyTorch.
 
 ``Session`` is the context around a training loop; ``wrap`` puts one around a trainer; ``open`` reads
-a run without a trainer; ``restore`` fetches any part of a commit once. Names are loaded when they
-are first used, so that tools which need no torch start quickly.
+a run without a trainer; ``restore`` fetches any part of a commit once; ``dcp`` is for users of
+``torch.distributed.checkpoint``. Names are loaded when they are first used, so that tools which need
+no torch start quickly.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ftckpt.capture import Frozen, PerRank, reseed
     from ftckpt.codec import Codec
     from ftckpt.errors import FtckptError
+    from ftckpt.interop import dcp
     from ftckpt.manifest import Commit
     from ftckpt.retention import Keep
     from ftckpt.run import Run
@@ -35,6 +37,7 @@ __all__ = [
     "Run",
     "SaveHandle",
     "Session",
+    "dcp",
     "open",
     "reseed",
     "restore",
@@ -61,6 +64,8 @@ _ROOMS = {
 def __getattr__(name: str) -> object:
     if name == "open":
         return import_module("ftckpt.run").open_run
+    if name == "dcp":
+        return import_module("ftckpt.interop.dcp")
     if name in _ROOMS:
         return getattr(import_module(f"ftckpt.{_ROOMS[name]}"), name)
     raise AttributeError(f"module 'ftckpt' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Interop: what others wrote comes in, what others read goes out."""
