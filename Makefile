@@ -5,6 +5,7 @@
 #   make check                                       linters, types, import contract
 #   make stress                                      the long random repetitions
 #   make bench-save [ARGS=--quick]                   what a save costs, beside others and the machine's limits
+#   make bench-restore [ARGS=--quick]                what a restore costs, likewise
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 JOBS ?= 2
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test stress bench-save check format wheel pins clean
+.PHONY: help venv demo test stress bench-save bench-restore check format wheel pins clean
 .DELETE_ON_ERROR:
 
 help:
@@ -50,6 +51,10 @@ stress: $(READY)
 bench-save: $(READY)
 	@$(BIN)/python -m pip install --quiet --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.save $(ARGS)
+
+bench-restore: $(READY)
+	@$(BIN)/python -m pip install --quiet --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.restore $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check

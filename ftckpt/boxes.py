@@ -105,7 +105,7 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes that share an element, or ``None``. Near linear for boxes that tile along the
     first dimension, as shards do.
     """
-    todo = sorted(box for box in boxes if box.numel)
+    todo = sorted((box for box in boxes if box.numel), key=lambda box: (box.offset, box.extent))
     if not todo or not todo[0].extent:
         return (todo[0], todo[1]) if len(todo) > 1 else None
     active: list[Box] = []

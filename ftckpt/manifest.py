@@ -379,15 +379,12 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
         )
     try:
         coder: Any = msgspec.msgpack if kind in _MSGPACK else msgspec.json
-        version = coder.decode(body, type=_Version).format
-        if version != FORMAT:
-            raise UnknownFormat(
-                f"UnknownFormat: {key} is format {version}; this ftckpt reads format {FORMAT}\n"
-                "  nothing was changed; read it with a newer ftckpt",
-                key=key,
-                found=version,
-            )
-        record = coder.decode(body, type=kind)
+        try:
+            record = coder.decode(body, type=kind)
+        except msgspec.ValidationError:
+            _check_format(coder.decode(body, type=_Version).format, key)
+            raise
+        _check_format(getattr(record, "format", FORMAT), key)
         if isinstance(record, Fragment):
             _check_fragment(record, key)
         elif isinstance(record, Staging):
@@ -415,9 +412,26 @@ class _Version(msgspec.Struct):
     format: int = FORMAT
 
 
+def _check_format(version: int, key: str) -> None:
+    if version != FORMAT:
+        raise UnknownFormat(
+            f"UnknownFormat: {key} is format {version}; this ftckpt reads format {FORMAT}\n"
+            "  nothing was changed; read it with a newer ftckpt",
+            key=key,
+            found=version,
+        )
+
+
 def _check_commit(commit: Commit, key: str) -> None:
-    folder = f"fragments/{commit.attempt:06d}/{commit.step:012d}/"
-    for ref in commit.fragments:
+    """A commit of a large job names many thousands; they are looked at all together."""
+    folder, refs = f"fragments/{commit.attempt:06d}/{commit.step:012d}/", commit.fragments
+    keys = "\n".join([ref.key for ref in refs]) + "\n"
+    outside = [ref for ref in refs if not 0 <= ref.size <= MAX_RECORD_BYTES or not ref.key.startswith(folder)]
+    plain = keys.count("/") == folder.count("/") * len(refs) and "/." not in keys and "/\n" not in keys
+    sound = plain and not outside
+    if sound or not refs:
+        return
+    for ref in refs:
         own = ref.key.startswith(folder) and _is_below(ref.key, "fragments")
         if not own or not 0 <= ref.size <= MAX_RECORD_BYTES:
             raise RecordCorrupt(
@@ -440,21 +454,31 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
     for pack in fragment.packs:
         if pack.size < 0 or not _is_below(pack.key, "packs"):
             raise bad(f"names a pack that cannot be: {pack.key!r}, {pack.size} bytes")
+    pack_sizes = [pack.size for pack in fragment.packs]
+    shapes: set[tuple[str, str, tuple[int, ...]]] = set()
+    boxes: dict[tuple[tuple[int, ...], ...], int] = {}  # those that were found good, and their elements
     for leaf in fragment.leaves:
         shape = leaf.shape
         itemsize = ITEMSIZE_BYTES.get(leaf.dtype, 0)
-        fits = len(shape) <= MAX_NDIM and all(n >= 0 for n in shape)
-        if not itemsize or not fits or prod(n or 1 for n in shape) * itemsize > MAX_LEAF_BYTES:
-            raise bad(f"gives {leaf.name!r} dtype {leaf.dtype!r} and shape {shape}")
-        if leaf.kind == "value" and (leaf.dtype != "uint8" or len(shape) != 1 or shape[0] > MAX_VALUE_BYTES):
-            raise bad(f"gives {leaf.name!r}, which is packed bytes, dtype {leaf.dtype!r} and shape {shape}")
+        if (leaf.kind, leaf.dtype, shape) not in shapes:
+            fits = len(shape) <= MAX_NDIM and all(n >= 0 for n in shape)
+            if not itemsize or not fits or prod(n or 1 for n in shape) * itemsize > MAX_LEAF_BYTES:
+                raise bad(f"gives {leaf.name!r} dtype {leaf.dtype!r} and shape {shape}")
+            packed = leaf.dtype == "uint8" and len(shape) == 1 and shape[0] <= MAX_VALUE_BYTES
+            if leaf.kind == "value" and not packed:
+                raise bad(
+                    f"gives {leaf.name!r}, which is packed bytes, dtype {leaf.dtype!r} and shape {shape}"
+                )
+            shapes.add((leaf.kind, leaf.dtype, shape))
         for record in leaf.boxes:
             offset, extent = record.offset, record.extent
-            if len(offset) != len(extent) or min((*offset, *extent), default=0) < 0:
-                raise bad(f"gives {leaf.name!r} a box that cannot be: {offset} {extent}")
-            if len(extent) != len(shape) or any(map(gt, map(add, offset, extent), shape)):
-                raise bad(f"gives {leaf.name!r} of shape {shape} a box outside of it: {record.box}")
-            numel = prod(extent)
+            numel = boxes.get((shape, offset, extent), -1)
+            if numel < 0:
+                if len(offset) != len(extent) or min((*offset, *extent), default=0) < 0:
+                    raise bad(f"gives {leaf.name!r} a box that cannot be: {offset} {extent}")
+                if len(extent) != len(shape) or any(map(gt, map(add, offset, extent), shape)):
+                    raise bad(f"gives {leaf.name!r} of shape {shape} a box outside of it: {record.box}")
+                numel = boxes[shape, offset, extent] = prod(extent)
             for chunk in record.chunks:
                 links = (chunk,) if chunk.base is None else (chunk, *chunk.chain)
                 if len(links) > 1 + MAX_CHAIN:
@@ -463,18 +487,26 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
                         f"bases; at most {MAX_CHAIN} are followed"
                     )
                 for link in links:
-                    if not (
-                        0 <= link.start < link.stop <= numel
-                        and (link.start, link.stop) == (chunk.start, chunk.stop)
-                        and (link.stop - link.start) * itemsize <= MAX_CHUNK_BYTES
-                        and 0 <= link.pack < len(fragment.packs)
-                        and link.offset >= 0
-                        and 0 < link.size <= (link.stop - link.start) * itemsize
-                        and link.offset + link.size <= fragment.packs[link.pack].size
-                        and len(link.raw) == len(link.stored) == 16
-                        and _base_fits(link)
-                    ):
+                    within = (link.start, link.stop) == (chunk.start, chunk.stop)
+                    if not (within and _chunk_fits(link, numel, itemsize, pack_sizes)):
                         raise bad(f"gives {leaf.name!r} a chunk that cannot be: {link}")
+
+
+def _chunk_fits(chunk: ChunkRecord, numel: int, itemsize: int, pack_sizes: list[int]) -> bool:
+    size, raw_bytes, offset, pack = (
+        chunk.size,
+        (chunk.stop - chunk.start) * itemsize,
+        chunk.offset,
+        chunk.pack,
+    )
+    return (
+        0 <= chunk.start < chunk.stop <= numel
+        and 0 < size <= raw_bytes <= MAX_CHUNK_BYTES
+        and 0 <= pack < len(pack_sizes)
+        and 0 <= offset <= pack_sizes[pack] - size
+        and len(chunk.raw) == len(chunk.stored) == 16
+        and _base_fits(chunk)
+    )
 
 
 def _check_staging(staging: Staging, key: str) -> None:

@@ -7,9 +7,10 @@ the settings, not by the state.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event as Flag
 
 import xxhash
@@ -19,7 +20,7 @@ from ftckpt.bounds import require_number
 from ftckpt.boxes import Box, whole
 from ftckpt.errors import ChunkCorrupt, CorruptError, ObjectDamaged, ObjectNotFound, RecordCorrupt, StoreError
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
-from ftckpt.manifest import Commit, Fragment, FragmentRef, Position, decode, digest_of, fraction, may_hold
+from ftckpt.manifest import Commit, Fragment, FragmentRef, Position, decode, digest_of
 from ftckpt.plan.restore import (
     Fetch,
     Link,
@@ -31,6 +32,7 @@ from ftckpt.plan.restore import (
     index_chunks,
     packs_of,
     plan_restore,
+    relevant,
 )
 from ftckpt.store.api import Buffer, ByteRange, ObjectStore
 from ftckpt.store.nearest import sources, tell_passed_over
@@ -39,14 +41,20 @@ Place = Callable[[Placement, memoryview], None]
 Progress = Callable[[int, int], None]
 
 
+def _threads() -> int:
+    """Requests wait more than they compute; beyond that, cores decode."""
+    return min(16, max(8, 2 * len(os.sched_getaffinity(0))))
+
+
 @dataclass(frozen=True, slots=True)
 class ReadSettings:
     """``budget_bytes`` bounds what is fetched and decoded but not yet placed; requests of at most
-    ``run_bytes`` join chunks that lie at most ``gap_bytes`` apart.
+    ``run_bytes`` join chunks that lie at most ``gap_bytes`` apart. Threads by the cores that this process
+    may use.
     """
 
-    threads: int = 8
-    budget_bytes: int = 256 << 20
+    threads: int = field(default_factory=_threads)
+    budget_bytes: int = 192 << 20
     run_bytes: int = 16 << 20
     gap_bytes: int = 64 << 10
 
@@ -58,6 +66,9 @@ class ReadSettings:
 
 
 DEFAULT = ReadSettings()
+
+_FEW = 8
+_SMALLEST_RUN_BYTES = 1 << 20
 
 
 def read_fragment(store: ObjectStore, ref: FragmentRef, at: Position) -> Fragment:
@@ -114,13 +125,9 @@ def read_fragments(
     threads: int = 8,
 ) -> list[Fragment]:
     """The fragments of a commit; with ``wants``, only those that can hold a part of one."""
-    refs = [ref for ref in commit.fragments if wants is None or _relevant(ref, wants)]
+    refs = commit.fragments if wants is None else relevant(commit.fragments, wants)
     with ThreadPoolExecutor(max(1, min(threads, len(refs))), "ftckpt-read") as pool:
         return list(pool.map(lambda ref: read_fragment(store, ref, commit.at), refs))
-
-
-def _relevant(ref: FragmentRef, wants: Collection[tuple[LeafSpec, Box]]) -> bool:
-    return any(may_hold(ref.ranges, leaf.name, *fraction(box, leaf.shape)) for leaf, box in wants)
 
 
 def leaf_specs(fragments: Iterable[Fragment]) -> dict[str, LeafSpec]:
@@ -144,7 +151,8 @@ def leaf_specs(fragments: Iterable[Fragment]) -> dict[str, LeafSpec]:
 
 
 def check_packs(store: ObjectStore, packs: Collection[tuple[str, int]], at: Position) -> None:
-    """Every pack exists, at its stated size. One listing per step that wrote any of them.
+    """Every pack exists, at its stated size. A few are asked for one by one, so that the share of a rank costs
+    the same however many ranks wrote; many by one listing per step that wrote any of them.
 
     Raises:
         ObjectDamaged: names the first that does not.
@@ -159,9 +167,7 @@ def _damaged_packs(
     wanted, found = dict(packs), dict[str, int]()
     for source in sources(store):
         absent = [key for key, size in wanted.items() if found.get(key) != size]
-        for prefix in sorted({key.rpartition("/")[0] for key in absent}):
-            sizes = {info.key: info.size_bytes for info in source.scan(prefix)}
-            found.update((key, sizes[key]) for key in absent if key in sizes)
+        found.update(_sizes(source, absent))
     for key, size in sorted(packs):
         if found.get(key) != size:
             state = f"has {found[key]} bytes" if key in found else "is absent"
@@ -171,6 +177,27 @@ def _damaged_packs(
                 key=key,
                 step=at.step,
             )
+
+
+def _sizes(store: ObjectStore, keys: Collection[str]) -> dict[str, int]:
+    """Of those that are there."""
+    if not keys:
+        return {}
+    if len(keys) > _FEW:
+        prefixes = sorted({key.rpartition("/")[0] for key in keys})
+        sizes = {info.key: info.size_bytes for prefix in prefixes for info in store.scan(prefix)}
+        return {key: sizes[key] for key in keys if key in sizes}
+
+    def size(key: str) -> int | None:
+        try:
+            return store.size(key)
+        except ObjectNotFound:
+            return None
+
+    with ThreadPoolExecutor(len(keys), "ftckpt-read") as pool:
+        return {
+            key: found for key, found in zip(keys, pool.map(size, keys), strict=True) if found is not None
+        }
 
 
 def check_commit(store: ObjectStore, commit: Commit) -> list[Fragment]:
@@ -200,10 +227,8 @@ def fetch(
         ChunkCorrupt: of the first bad chunk; none of its bytes were placed, others may have been.
         StoreError: the store failed.
     """
-    runs = coalesce(fetches, settings.gap_bytes, settings.run_bytes)
+    runs, threads = _shared_out(fetches, settings)
     total = sum(run.read_bytes for run in runs)
-    widest = max((run.read_bytes + max(f.memory_bytes for f in run.fetches) for run in runs), default=1)
-    threads = max(1, min(settings.threads, settings.budget_bytes // widest, len(runs)))
     stop = Flag()
     done = 0
 
@@ -235,65 +260,102 @@ def fetch(
                 progress(done, total)
 
 
+def _shared_out(fetches: Sequence[Fetch], settings: ReadSettings) -> tuple[list[Run], int]:
+    """Requests, and how many threads may be at one each so that all together stay within the budget."""
+    decoding = max((item.memory_bytes for item in fetches), default=0)
+    share = settings.budget_bytes // settings.threads - decoding
+    run_bytes = min(settings.run_bytes, max(share, _SMALLEST_RUN_BYTES))
+    runs = coalesce(fetches, settings.gap_bytes, run_bytes)
+    widest = max((run.read_bytes for run in runs), default=1) + decoding
+    return runs, max(1, min(settings.threads, settings.budget_bytes // widest, len(runs)))
+
+
 @dataclass(frozen=True, slots=True)
-class _Bodies:
-    """What the requests of one run brought: pack, first byte, bytes."""
+class _Part:
+    """What one request brought: from the ``source``-th of the stores, from byte ``start`` of a pack on."""
 
-    parts: tuple[tuple[str, int, memoryview], ...]
+    source: int
+    pack: str
+    start: int
+    body: memoryview
 
-    def of(self, item: Fetch) -> list[memoryview]:
-        """The stored bytes of a chunk and of its bases, nearest first."""
-        if not item.bases:  # the first request is the run's own
-            pack, start, body = self.parts[0]
-            assert pack == item.pack, item
-            return [body[item.chunk.offset - start :][: item.chunk.size]]
-        return [self._find(link) for link in item.links]
-
-    def _find(self, link: Link) -> memoryview:
+    def holds(self, link: Link) -> bool:
         offset, size = link.chunk.offset, link.chunk.size
-        return next(
-            body[offset - start : offset - start + size]
-            for pack, start, body in self.parts
-            if pack == link.pack and start <= offset and offset + size <= start + len(body)
+        return (
+            self.pack == link.pack and self.start <= offset and offset + size <= self.start + len(self.body)
         )
+
+    def bytes_of(self, link: Link) -> memoryview:
+        return self.body[link.chunk.offset - self.start :][: link.chunk.size]
 
 
 def _verified(store: ObjectStore, run: Run, at: Position) -> Iterator[tuple[Fetch, memoryview]]:
-    """The chunks of a run with their raw bytes. When a source's bytes are bad, the rest of the run comes
-    from the next one.
+    """The chunks of a run with their raw bytes. A chunk whose bytes are bad is fetched again, it alone,
+    from the next source.
     """
-    stores = sources(store)
-    number = 0
-    bodies: _Bodies | None = None
+    parts = _read_spans(store, run.spans, 0)
     for item in run.fetches:
-        while True:
-            try:
-                bodies = bodies or _read_run(stores[number:], run)
-                own, *bases = bodies.of(item)
-                raw = verify(item, own, at, bases)
-            except (CorruptError, StoreError) as error:
-                if number + 1 == len(stores):
-                    raise
-                tell_passed_over(store, number, run.pack, error)
-                number, bodies = number + 1, None
-            else:
-                yield item, raw
-                break
-
-
-def _read_run(stores: Sequence[ObjectStore], run: Run) -> _Bodies:
-    return _Bodies(tuple((span.pack, span.start, _read_span(stores, span)) for span in run.spans))
-
-
-def _read_span(stores: Sequence[ObjectStore], span: Span) -> memoryview:
-    """A span from the nearest store that has its pack."""
-    where = ByteRange(span.start, span.end)
-    for source in stores[:-1]:
         try:
-            return memoryview(source.read(span.pack, where))
-        except ObjectNotFound:
-            continue
-    return memoryview(stores[-1].read(span.pack, where))
+            raw = _verify_in(parts, item, at)
+        except CorruptError as error:
+            raw = _refetched(store, parts, item, at, error)
+        yield item, raw
+
+
+def _verify_in(parts: Sequence[_Part], item: Fetch, at: Position) -> memoryview:
+    own, *bases = _bodies(parts, item)
+    return verify(item, own, at, bases)
+
+
+def _bodies(parts: Sequence[_Part], item: Fetch) -> list[memoryview]:
+    """The stored bytes of a chunk and of its bases, nearest first."""
+    if not item.bases:  # the first request is the run's own
+        chunk, own = item.chunk, parts[0]
+        return [own.body[chunk.offset - own.start :][: chunk.size]]
+    return [_part_of(parts, link).bytes_of(link) for link in item.links]
+
+
+def _part_of(parts: Sequence[_Part], link: Link) -> _Part:
+    return next(part for part in parts if part.holds(link))
+
+
+def _refetched(
+    store: ObjectStore, parts: Sequence[_Part], item: Fetch, at: Position, error: CorruptError
+) -> memoryview:
+    """A chunk whose bytes were bad, from the sources that come after the one that they came from."""
+    last = len(sources(store)) - 1
+    while True:
+        number = max(_part_of(parts, link).source for link in item.links)
+        if number == last:
+            raise error
+        tell_passed_over(store, number, item.pack, error)
+        spans = [
+            Span(link.pack, link.chunk.offset, link.chunk.offset + link.chunk.size) for link in item.links
+        ]
+        parts = _read_spans(store, spans, number + 1)
+        try:
+            return _verify_in(parts, item, at)
+        except CorruptError as again:
+            error = again
+
+
+def _read_spans(store: ObjectStore, spans: Iterable[Span], first: int) -> list[_Part]:
+    """Each span from the nearest source, ``first`` or further, that has its pack and can be read."""
+    return [_read_span(store, span, first) for span in spans]
+
+
+def _read_span(store: ObjectStore, span: Span, first: int) -> _Part:
+    stores = sources(store)
+    where = ByteRange(span.start, span.end)
+    for number in range(first, len(stores)):
+        try:
+            return _Part(number, span.pack, span.start, memoryview(stores[number].read(span.pack, where)))
+        except StoreError as error:
+            if number + 1 == len(stores):
+                raise
+            if not isinstance(error, ObjectNotFound):
+                tell_passed_over(store, number, span.pack, error)
+    raise AssertionError("unreachable: there is a last source")
 
 
 def verify(item: Fetch, stored: Buffer, at: Position, bases: Sequence[Buffer] = ()) -> memoryview:
@@ -397,14 +459,13 @@ def verify_commit(
     done, total = 0, sum(run.read_bytes for run in runs)
     for run in runs:
         try:
-            bodies = _read_run(sources(store), run)
+            parts = _read_spans(store, run.spans, 0)
         except StoreError as error:
             problems.append(error)
             continue
         for item in run.fetches:
             try:
-                own, *bases = bodies.of(item)
-                verify(item, own, commit.at, bases)
+                _verify_in(parts, item, commit.at)
             except CorruptError as error:
                 problems.append(error)
         done += run.read_bytes

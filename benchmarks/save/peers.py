@@ -83,7 +83,7 @@ def tensorstore(place: Place, size_bytes: int) -> Numbers:
             array = ts.open(
                 {
                     "driver": "zarr3",
-                    "kvstore": _kvstore(place, name),
+                    "kvstore": kvstore(place, name),
                     "metadata": {
                         "shape": list(tensor.shape),
                         "data_type": str(tensor.dtype).removeprefix("torch."),
@@ -97,7 +97,7 @@ def tensorstore(place: Place, size_bytes: int) -> Numbers:
                 create=True,
                 context=context,
             ).result()
-            writes.append(array.write(_as_numpy(tensor, array.dtype.numpy_dtype)))
+            writes.append(array.write(as_numpy(tensor, array.dtype.numpy_dtype)))
         for write in writes:
             write.result()
 
@@ -160,7 +160,7 @@ def _opened(place: Place, name: str) -> Any:
     return (folder / name).open("wb")
 
 
-def _kvstore(place: Place, name: str) -> dict[str, object]:
+def kvstore(place: Place, name: str) -> dict[str, object]:
     if not place.is_s3:
         return {"driver": "file", "path": f"{place.uri}/{name}/"}
     assert urlsplit(place.endpoint).scheme == "http"
@@ -173,7 +173,7 @@ def _kvstore(place: Place, name: str) -> dict[str, object]:
     }
 
 
-def _as_numpy(tensor: torch.Tensor, dtype: Any) -> Any:
+def as_numpy(tensor: torch.Tensor, dtype: Any) -> Any:
     """The tensor's memory as NumPy sees it; bf16 is a type of TensorStore's."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(dtype)

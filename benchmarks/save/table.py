@@ -12,7 +12,7 @@ from benchmarks.save.figures import MIB, Figure, Results, medians
 
 def show(console: Console, results: Results, wanted: Sequence[Figure], errors: Mapping[str, str]) -> None:
     console.print(_cases(results, errors))
-    console.print(_figures(wanted))
+    console.print(asked(wanted))
 
 
 def _cases(results: Results, errors: Mapping[str, str]) -> Table:
@@ -44,7 +44,8 @@ def _cases(results: Results, errors: Mapping[str, str]) -> Table:
     return table
 
 
-def _figures(wanted: Sequence[Figure]) -> Table:
+def asked(wanted: Sequence[Figure]) -> Table:
+    """What was asked, what was measured, and whether that is enough."""
     table = Table(title="What is asked")
     for heading in ("figure", "asked", "measured", "rounds", "reached", "note"):
         table.add_column(heading, justify="left" if heading in ("figure", "note") else "right")
