@@ -182,6 +182,9 @@ class Counting:
     def create(self, key: str, body: Buffer) -> None:
         self._inner.create(key, body)
 
+    def overwrite(self, key: str, body: Buffer) -> None:
+        self._inner.overwrite(key, body)
+
     def read(self, key: str, at: ByteRange | None = None) -> bytes | memoryview:
         body = self._inner.read(key, at)
         if key.startswith("packs/"):
