@@ -478,6 +478,25 @@ def test_at_whatever_call_a_save_dies_the_old_step_or_the_new_one_is_there(tmp_p
             shutil.rmtree(folder)
 
 
+def test_what_becomes_of_each_save_is_told(tmp_path):
+    heard = []
+    denied = StoreFull("no space", op="create", key="packs")
+    store = FaultyStore(
+        open_store(tmp_path), [Fault(Fail(error=denied), "create", "packs/000001/000000000002")]
+    )
+    target = writer(tmp_path, store=store, events=heard.append)
+    dcp.save(state(1), storage_writer=target)
+    failure(lambda: dcp.save(state(2), storage_writer=target))
+
+    ends = [event for event in heard if event.name in ("save.committed", "save.failed")]
+    assert [(event.name, event.fields["step"]) for event in ends] == [
+        ("save.committed", 1),
+        ("save.failed", 2),
+    ]
+    assert ends[0].fields["raw_bytes"] > 20_000 and ends[0].fields["put_s"] > 0
+    assert ends[1].fields["stage"] == "put" and "no space" in ends[1].fields["error"]
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -542,6 +561,35 @@ def test_an_address_without_a_run_is_refused_and_stays_as_it_is(tmp_path):
     assert "RunNotFound" in str(error) and not (tmp_path / "none").exists()
 
 
+def test_a_pack_that_a_tier_has_is_read_there_and_bad_bytes_of_it_are_passed_over(tmp_path):
+    run, tier = tmp_path / "run", tmp_path / "tier"
+    dcp.save(state(1), storage_writer=writer(run, codec="raw"))
+    shutil.copytree(run, tier)
+    packs = [path for path in tier.rglob("packs/**/g0.*") if path.is_file()]
+    for path in packs:
+        path.write_bytes(bytes(path.stat().st_size))
+    passed: list[str] = []
+    found = {"t": torch.zeros(10), "kept": torch.zeros(5000)}
+    told = ftckpt.dcp.StorageReader(run, tiers=[tier], events=lambda event: passed.append(event.name))
+
+    dcp.load(found, storage_reader=told)
+
+    assert same(found, state(1)) and "read.passed_over" in passed
+
+
+def test_a_bucket_is_as_good_as_a_folder(s3):
+    run = s3.uri("dcp")
+    target = writer(run)
+    for step in (1, 2):
+        dcp.save(state(step), storage_writer=target)
+    found = {"t": torch.zeros(10), "kept": torch.zeros(5000)}
+    dcp.load(found, storage_reader=reader(run))
+
+    assert same(found, state(2))
+    with ftckpt.open(run) as opened:
+        assert opened.verify() == [] and opened.components(2)["kept"].stored_bytes == 0
+
+
 # --- ftckpt's own tools, and DCP's -----------------------------------------------------------------
 
 
@@ -596,6 +644,21 @@ def test_what_the_bridge_wrote_is_a_run_like_any_other(tmp_path, capsys):
     assert again["n"] == 7 and same(again["model"]["0.bias"], saved["model"]["0.bias"] - 1)
     collect(LocalStore(str(tmp_path)), Keep(last=1), intent_id="by-hand")
     assert steps(tmp_path) == [(2, 1)]
+
+
+def test_a_session_goes_on_from_what_dcp_saved(tmp_path):
+    model, saved = training_state()
+    dcp.save(saved, storage_writer=writer(tmp_path))
+    blank = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    live = {"model": dict(blank.state_dict()), "optim": {"groups": [], "step": torch.tensor(0.0)}, "n": 0}
+
+    with ftckpt.Session(tmp_path, live, events=silent) as session:
+        assert session.restored.step == 1 and session.attempt == 2
+        session.save(2)
+
+    assert live["n"] == 7 and live["optim"]["groups"] == saved["optim"]["groups"]
+    assert same(dict(blank.state_dict()), dict(model.state_dict()))
+    assert steps(tmp_path)[0] == (2, 2)
 
 
 def test_dcps_own_tools_read_a_run(tmp_path):

@@ -148,14 +148,16 @@ class StorageWriter(Interface):
         self._step: int | None = None
         self._rank = 0
         self._ticket: Ticket | None = None
+        self._meter = Meter()
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_memory", "_ticket")}
+        own = ("_memory", "_ticket", "_meter")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._memory = _MEMORIES.setdefault(self._id, _Memory())
-        self._ticket = None
+        self._ticket, self._meter = None, Meter()
 
     def close(self) -> None:
         """Let go of the store. The next save would claim another attempt."""
@@ -194,6 +196,7 @@ class StorageWriter(Interface):
             )
         self._rank = int(kwargs.get("rank") or 0)
         self._step, self._asked = self._asked, None
+        self._ticket, self._meter = None, Meter()
         self._store().begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -228,7 +231,7 @@ class StorageWriter(Interface):
                 raise _caching()
             self._check(ticket)
             parts, results = self._parts(plan.items, planner, ticket)
-            self._write(ticket, ticket.writer(self._rank), parts, Meter())
+            self._write(ticket, ticket.writer(self._rank), parts)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -239,19 +242,18 @@ class StorageWriter(Interface):
         """
         ticket, life = self._ticket, self._memory.life
         assert ticket is not None and life is not None
-        meter = Meter()
         with self._giving_up(ticket, ticket.summary):
             contents = _contents(metadata, (one for ours in results for one in ours))
             parts = [
                 bytes_part(LeafSpec(name, "value", "uint8", (len(data),)), data)
                 for name, data in packed(contents).items()
             ]
-            self._write(ticket, ticket.summary, parts, meter)
-            with meter.spent("settle"):
+            self._write(ticket, ticket.summary, parts)
+            with self._meter.spent("settle"):
                 commit = self._commit(ticket, life)
         metadata.version = DCP_VERSION
         metadata.storage_data = {"uri": ticket.uri, "step": commit.step, "attempt": commit.attempt}
-        self._tell(commit, meter)
+        self._tell(commit)
         self._collect_soon()
 
     # --- how ----------------------------------------------------------------------------------------
@@ -313,7 +315,7 @@ class StorageWriter(Interface):
             results.append(WriteResult(item.index, size_bytes, told))
         return parts, results
 
-    def _write(self, ticket: Ticket, me: Writer, parts: Sequence[Part], meter: Meter) -> None:
+    def _write(self, ticket: Ticket, me: Writer, parts: Sequence[Part]) -> None:
         """Put packs, then the fragment."""
         store, settings, memory = self._store(), self._write_settings(), self._memory
         if memory.learned is None:
@@ -323,8 +325,9 @@ class StorageWriter(Interface):
         if me == ticket.summary:  # bases are of one writer's chunks
             learned = Learned(Bases(0), learned.rates)
         share = Share(parts, self._settings.chunk_bytes)
-        job = SaveJob(ticket.expected, share, why=_WHY, meter=meter)
-        reusable = self._reusable(ticket, parts, learned)
+        job = SaveJob(ticket.expected, share, why=_WHY, meter=self._meter)
+        with self._meter.spent("prepare"):
+            reusable = self._reusable(ticket, parts, learned)
         try:
             fragment = write_share(store, job, ticket.expected, me, settings, reusable, learned, self._events)
         finally:
@@ -373,14 +376,17 @@ class StorageWriter(Interface):
         try:
             yield
         except BaseException as error:
+            told = {"step": ticket.at.step, "stage": self._meter.failed_in or "capture"}
+            why = {"total_s": self._meter.age_s, "error": first_line(error)[:500]}
+            self._events(Event("save.failed", {**told, **why}))
             try:
                 abort(self._store(), ticket.at, f"{me}: {first_line(error)}")
             except FtckptError as second:
                 error.add_note(f"and that the step is given up could not be written down: {second}")
             raise
 
-    def _tell(self, commit: Commit, meter: Meter) -> None:
-        own = list(commit.components.values())
+    def _tell(self, commit: Commit) -> None:
+        own, meter = list(commit.components.values()), self._meter
         self._events(
             Event(
                 "save.committed",
