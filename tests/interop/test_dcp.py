@@ -18,8 +18,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, reject
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -44,9 +47,11 @@ from ftckpt.errors import (
 )
 from ftckpt.events import silent
 from ftckpt.gc import collect
-from ftckpt.leaf import ITEMSIZE_BYTES
+from ftckpt.interop.dcp.names import Contents, component_of, contents_of, leaf_name, packed
+from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.retention import Keep
 from ftckpt.store import LocalStore, open_store
+from ftckpt.values import unpack
 from tests.support.procs import run_ranks, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -247,6 +252,37 @@ def test_an_async_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
         found = {"t": torch.zeros(5000), "v": {"n": 0}}
         dcp.load(found, storage_reader=reader(tmp_path, step))
         assert same(found["t"], wanted)
+
+
+_keys = st.text("ab.@%/é", min_size=0, max_size=4)
+_nested = st.recursive(
+    st.integers()
+    | st.just(torch.float32)
+    | st.binary(max_size=3)
+    | st.just(LeafSpec("", "tensor", "int8", (2,))),
+    lambda inner: st.dictionaries(_keys, inner, max_size=3) | st.lists(inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(_keys, _nested, max_size=4))
+def test_whatever_the_keys_are_a_step_says_again_what_was_saved_or_refuses_to(state):
+    """``LeafSpec`` stands for a tensor."""
+    try:
+        flat, paths = flatten_state_dict(state)
+    except ValueError:
+        reject()  # DCP refuses it
+    tensors = {
+        key: LeafSpec(leaf_name(key), "tensor", "int8", (2,))
+        for key, v in flat.items()
+        if type(v) is LeafSpec
+    }
+    plain = {key: value for key, value in flat.items() if key not in tensors}
+    contents = Contents(tensors, {}, plain, paths)
+    with suppress(UnsupportedValue):
+        trees = {name: unpack(data) for name, data in packed(contents).items()}
+        assert contents_of(trees, {}) == contents
+        assert {component_of(key) for key in flat} == {name for name in trees if name != "ftckpt"}
 
 
 # --- steps and attempts ---------------------------------------------------------------------------
