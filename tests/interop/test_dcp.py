@@ -52,6 +52,7 @@ from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.retention import Keep
 from ftckpt.store import LocalStore, open_store
 from ftckpt.values import unpack
+from tests.formats import independent_reader
 from tests.support.procs import run_ranks, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -818,6 +819,19 @@ def test_what_n_ranks_saved_m_ranks_load_bit_for_bit(played, saved):
 def test_shards_of_two_dimensions_keep_their_places(played, world):
     """G1, G3, G4"""
     assert f"ok meshes to {world}\n" in played.outputs[0]
+
+
+@many_ranks
+def test_the_second_reader_reads_what_four_ranks_saved_by_the_format_page_alone(played):
+    run = independent_reader.Run(played.folder / "mesh")
+    step = run.read(run.lineage()[0])
+
+    leaf = step.leaves["mesh.5x7"]
+    assert leaf.data == torch.arange(35, dtype=torch.float32).numpy().tobytes()
+    notes = step.trees["ftckpt"]["tree"]["dcp"]
+    assert notes["tensors"]["mesh.5x7"] == (leaf.dtype, leaf.shape) == ("float32", (5, 7))
+    assert notes["planner"]["rows.0.weight"] == ("rows", "0.weight")
+    assert step.trees["rows"] == {"kind": "tree", "tree": {"0.weight": ("rows.0.weight",)}}
 
 
 @many_ranks
