@@ -67,7 +67,8 @@ def reader(run: object, step: int | None = None, **options: Any) -> ftckpt.dcp.S
 
 
 def failure(act: Callable[[], object]) -> BaseException:
-    """The one rank's error behind DCP's own."""
+    """The one rank's error behind DCP's own, which is no ``Exception``."""
+    assert not issubclass(CheckpointException, Exception)
     with pytest.raises(CheckpointException) as caught:
         act()
     return caught.value.failures[0][0]
@@ -675,6 +676,8 @@ def test_what_the_bridge_wrote_is_a_run_like_any_other(tmp_path, capsys):
     assert main(["diff", f"{tmp_path}@1", f"{tmp_path}@2", "--json"]) == 1
     differing = json.loads(capsys.readouterr().out)
     assert {leaf["name"] for leaf in differing["leaves"]} == {"model.0.bias", "optim"}
+    assert main(["copy", str(tmp_path), str(tmp_path / "copy")]) == 0
+    assert steps(tmp_path / "copy") == steps(tmp_path)
     assert main(["fork", str(tmp_path), str(tmp_path / "fork"), "--step", "1"]) == 0
     again = {"n": 0, "model": {"0.bias": torch.zeros(3)}}
     dcp.load(again, storage_reader=reader(tmp_path / "fork"))
