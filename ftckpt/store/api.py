@@ -104,3 +104,29 @@ class ObjectStore(Protocol):
     def close(self) -> None:
         """Release sockets and threads. Idempotent."""
         ...
+
+
+class Stream(Protocol):
+    """One object on its way out, part by part. One thread at a time."""
+
+    def write(self, data: Buffer) -> None:
+        """Add bytes to its end. They may be sent now or later."""
+        ...
+
+    def close(self) -> None:
+        """The object is there, whole and durable; what had its name before is gone."""
+        ...
+
+    def abort(self) -> None:
+        """It will not be. Nothing appears under its name, and what had it before stays."""
+        ...
+
+
+class StreamingStore(ObjectStore, Protocol):
+    """A store that also takes objects too large for memory. Not for a run: a stream is not create-only,
+    and a call of it that failed is not repeated.
+    """
+
+    def stream(self, key: str) -> Stream:
+        """Begin an object."""
+        ...

@@ -124,6 +124,13 @@ class FsspecStore:
         """As atomic as the file system's own writing."""
         self._put("overwrite", key, body)
 
+    def stream(self, key: str) -> FsspecStream:
+        """Begin an object that is written part by part. Whether readers see it grow is the file system's
+        affair.
+        """
+        check_key(key, op="stream", uri=self._uri)
+        return FsspecStream(self, key)
+
     def close(self) -> None:
         """The connections belong to fsspec, which closes them when the file system is dropped."""
 
@@ -190,6 +197,36 @@ class FsspecStore:
             self._bucket_seen = True
             return result
         raise failure  # not chained: the original may quote a request with its credentials
+
+
+class FsspecStream:
+    """A file that fsspec has open for writing."""
+
+    def __init__(self, store: FsspecStore, key: str) -> None:
+        self._store, self._key, self._path = store, key, store._path(key)  # noqa: SLF001 - the two are one thing
+        self._out: Any = self._call(self._open)
+
+    def write(self, data: Buffer) -> None:
+        self._call(lambda: self._out.write(view(data)))
+
+    def close(self) -> None:
+        self._call(self._out.close)
+
+    def abort(self) -> None:
+        discard = getattr(self._out, "discard", None)
+        if discard is not None:
+            self._call(discard)
+        else:
+            self._call(self._out.close)
+            self._store.delete([self._key])
+
+    def _open(self) -> Any:
+        fs = self._store._fs  # noqa: SLF001
+        fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
+        return fs.open(self._path, "wb")
+
+    def _call(self, effect: Callable[[], T]) -> T:
+        return self._store._call("stream", self._key, effect)  # noqa: SLF001
 
 
 def s3fs_store(bucket: str, prefix: str, settings: S3Settings, http: HttpSettings) -> FsspecStore:

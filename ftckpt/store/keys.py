@@ -15,6 +15,9 @@ MAX_KEY_BYTES = 800
 MAX_PART_BYTES = 200
 """File systems allow 255; a temporary file's name must fit too."""
 
+DOTTED = frozenset({".metadata"})
+"""The only names with a dot in front: what makes a folder of torch's a checkpoint."""
+
 
 def check_key(key: str, *, op: str, uri: str) -> None:
     """Raise ``StoreError`` unless ``key`` names an object below the prefix."""
@@ -53,7 +56,7 @@ def _problem(key: str) -> str | None:
     for part in key.split("/"):
         if not part:
             return "a part of it is empty"
-        if part.startswith("."):
+        if part.startswith(".") and part not in DOTTED:
             return f"its part {part!r} begins with a dot"
         if len(part.encode("utf-8", "surrogateescape")) > MAX_PART_BYTES:
             return f"a part of it is longer than {MAX_PART_BYTES} bytes"

@@ -34,7 +34,7 @@ from ftckpt.errors import (
     UnsafeStore,
 )
 from ftckpt.store.api import Buffer, ByteRange, ObjectInfo
-from ftckpt.store.keys import check_key, check_prefix, view
+from ftckpt.store.keys import DOTTED, check_key, check_prefix, view
 
 TEMPORARY_PREFIX = ".ftckpt-tmp-"
 """No key may begin a part with a dot, so no scan or read can meet one of these."""
@@ -124,7 +124,7 @@ class LocalStore:
             found = [
                 ObjectInfo(path.relative_to(self._root).as_posix(), size_bytes)
                 for path, size_bytes in _files_below(top)
-                if not path.name.startswith(".")
+                if not path.name.startswith(".") or path.name in DOTTED
             ]
         return iter(sorted(found, key=lambda info: info.key))
 
@@ -149,6 +149,19 @@ class LocalStore:
 
     def close(self) -> None:
         """Nothing is held between calls."""
+
+    def stream(self, key: str) -> LocalStream:
+        """Begin an object that is written part by part."""
+        path = self._path(key, "stream")
+        if not self._swept:
+            self._swept = True
+            self.sweep()
+        with self._errors("stream", key):
+            made = _make_folders(path.parent)
+            temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            _lock(fd)
+        return LocalStream(self, key, path, temporary, fd, tuple(made))
 
     def sweep(self) -> int:
         """Remove the temporary files of writers that no longer live; returns how many.
@@ -230,6 +243,31 @@ class LocalStore:
             raise
         except OSError as error:
             raise _translated(error, op, key, self.uri) from error
+
+
+class LocalStream:
+    """A temporary file that takes its final name when it is whole."""
+
+    def __init__(
+        self, store: LocalStore, key: str, path: Path, temporary: Path, fd: int, made: Sequence[Path]
+    ) -> None:
+        self._store, self._key = store, key
+        self._path, self._temporary, self._fd, self._made = path, temporary, fd, made
+
+    def write(self, data: Buffer) -> None:
+        with self._store._errors("stream", self._key):  # noqa: SLF001 - the two are one thing
+            _write_all(self._fd, view(data))
+
+    def close(self) -> None:
+        with self._store._errors("stream", self._key):  # noqa: SLF001
+            os.fsync(self._fd)
+            self._temporary.replace(self._path)
+            os.close(self._fd)
+            self._store._sync_folders(self._path.parent, self._made)  # noqa: SLF001
+
+    def abort(self) -> None:
+        self._temporary.unlink(missing_ok=True)
+        os.close(self._fd)
 
 
 def _translated(error: OSError, op: str, key: str, uri: str) -> StoreError:

@@ -128,6 +128,11 @@ class ObjectStorage:
             check_key(one, op="copy", uri=self._uri)
         self._call("copy", to, lambda: obstore.copy(self._inner, key, to, overwrite=False))
 
+    def stream(self, key: str) -> BucketStream:
+        """Begin an object that is written part by part, in a multipart upload where it is a large one."""
+        check_key(key, op="stream", uri=self._uri)
+        return BucketStream(self, key)
+
     def close(self) -> None:
         """obstore closes its sockets when the store is dropped."""
 
@@ -212,6 +217,34 @@ class ObjectStorage:
             self._bucket_seen = True
             return result
         raise failure
+
+
+_PART_BYTES = 16 << 20
+"""Of a multipart upload, which may have 10,000 of them."""
+
+
+class BucketStream:
+    """A multipart upload. One that is given up stays unfinished in the bucket, unseen by readers, until
+    the bucket's own rule for unfinished uploads removes it.
+    """
+
+    def __init__(self, store: ObjectStorage, key: str) -> None:
+        self._store, self._key = store, key
+        self._out: Any = self._call(
+            lambda: obstore.open_writer(store._inner, key, buffer_size=_PART_BYTES, max_concurrency=2)  # noqa: SLF001 - the two are one thing
+        )
+
+    def write(self, data: Buffer) -> None:
+        self._call(lambda: self._out.write(view(data)))
+
+    def close(self) -> None:
+        self._call(self._out.close)
+
+    def abort(self) -> None:
+        self._out = None
+
+    def _call(self, effect: Callable[[], T]) -> T:
+        return self._store._call("stream", self._key, effect)  # noqa: SLF001
 
 
 def s3(bucket: str, prefix: str, settings: S3Settings, http: HttpSettings) -> ObjectStorage:

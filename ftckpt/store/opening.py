@@ -16,7 +16,8 @@ from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.errors import SettingsError, UnsafeStore
 from ftckpt.events import Events, silent
-from ftckpt.store.api import ObjectStore
+from ftckpt.store.api import ObjectStore, StreamingStore
+from ftckpt.store.files import Files
 from ftckpt.store.limit import LimitStore
 from ftckpt.store.local import LocalStore
 from ftckpt.store.renewing import Opened, RenewingStore
@@ -53,6 +54,40 @@ def open_store(
 
     Raises ``SettingsError`` for an address or option that means nothing, ``UnsafeStore`` as above.
     """
+    inner, store = _opened(uri, options, retry_deadline_s, events, clock, environ)
+    if not inner.conditional_create and not allow_unconditional:
+        raise UnsafeStore(
+            f"{inner.uri}: creates are not exclusive there, so two writers could both believe they committed\n"
+            "  nothing was written; choose a path, s3://, gs:// or az://, or pass allow_unconditional=True "
+            "and make sure that there is exactly one writer",
+            uri=inner.uri,
+        )
+    return store
+
+
+def open_files(
+    uri: str | os.PathLike[str],
+    *,
+    options: Mapping[str, object] | None = None,
+    retry_deadline_s: float = 60.0,
+    events: Events = silent,
+    clock: Clock | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Files:
+    """What other tools keep at an address: the addresses and options of ``open_store``. No I/O."""
+    inner, store = _opened(uri, options, retry_deadline_s, events, clock, environ)
+    return Files(store, inner.stream)
+
+
+def _opened(
+    uri: str | os.PathLike[str],
+    options: Mapping[str, object] | None,
+    retry_deadline_s: float,
+    events: Events,
+    clock: Clock | None,
+    environ: Mapping[str, str] | None,
+) -> tuple[StreamingStore, ObjectStore]:
+    """The store at an address, bare, and wrapped in retry and limit."""
     options = dict(options or {})
     deadline_s = require_number("retry_deadline_s", retry_deadline_s, low=SHORTEST_S, high=DAY_S)
     max_calls = int(require_number("max_calls", options.get("max_calls", 32), low=1, high=1024, whole=True))
@@ -64,14 +99,7 @@ def open_store(
     )
     rest = {name: value for name, value in options.items() if name not in _OURS}
     inner = _bare(os.fspath(uri), rest, http, os.environ if environ is None else environ, events)
-    if not inner.conditional_create and not allow_unconditional:
-        raise UnsafeStore(
-            f"{inner.uri}: creates are not exclusive there, so two writers could both believe they committed\n"
-            "  nothing was written; choose a path, s3://, gs:// or az://, or pass allow_unconditional=True "
-            "and make sure that there is exactly one writer",
-            uri=inner.uri,
-        )
-    return RetryStore(
+    return inner, RetryStore(
         LimitStore(inner, max_calls=max_calls),
         deadline_s=deadline_s,
         clock=clock or SystemClock(),
@@ -111,7 +139,7 @@ def server_side(
 
 def _bare(
     uri: str, options: dict[str, object], http: HttpSettings, environ: Mapping[str, str], events: Events
-) -> ObjectStore:
+) -> StreamingStore:
     if not uri.strip():
         raise SettingsError("the address of the run is empty", uri=uri)
     if (found := _SCHEME.match(uri)) is None:
@@ -166,7 +194,7 @@ def _bucket(
         settings = s3_settings(options, environ)
         return Opened(make(bucket, prefix, settings, http), settings.credentials, settings.renewable)
 
-    make: Callable[[str, str, S3Settings, HttpSettings], ObjectStore] = objectstore.s3
+    make: Callable[[str, str, S3Settings, HttpSettings], StreamingStore] = objectstore.s3
     if scheme != "s3":
         from ftckpt.store import fsspec
 

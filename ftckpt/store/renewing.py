@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ftckpt.errors import AccessDenied, CredentialsExpired, SettingsError, StoreError
 from ftckpt.events import Event, Events
-from ftckpt.store.api import Buffer, ByteRange, ObjectInfo, ObjectStore
+from ftckpt.store.api import Buffer, ByteRange, ObjectInfo, ObjectStore, Stream, StreamingStore
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Opened:
     own, which may be others at every opening. ``renewable``: a later opening may find others.
     """
 
-    store: ObjectStore
+    store: StreamingStore
     credentials: object = field(repr=False)
     renewable: bool
 
@@ -78,6 +78,10 @@ class RenewingStore:
 
     def overwrite(self, key: str, body: Buffer) -> None:
         self._ask(lambda store: store.overwrite(key, body))
+
+    def stream(self, key: str) -> Stream:
+        """With the credentials of the moment: a stream that outlives them fails."""
+        return self._now.store.stream(key)
 
     def close(self) -> None:
         self._now.store.close()
