@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ftckpt.capture import Frozen, PerRank, reseed
     from ftckpt.codec import Codec
     from ftckpt.errors import FtckptError
-    from ftckpt.interop import dcp
+    from ftckpt.interop import dcp, export_run, import_run
     from ftckpt.manifest import Commit
     from ftckpt.retention import Keep
     from ftckpt.run import Run
@@ -38,6 +38,8 @@ __all__ = [
     "SaveHandle",
     "Session",
     "dcp",
+    "export_run",
+    "import_run",
     "open",
     "reseed",
     "restore",
@@ -52,6 +54,8 @@ _ROOMS = {
     "reseed": "capture",
     "Codec": "codec",
     "FtckptError": "errors",
+    "export_run": "interop",
+    "import_run": "interop",
     "Commit": "manifest",
     "Keep": "retention",
     "Run": "run",

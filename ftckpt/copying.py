@@ -129,7 +129,7 @@ def copy(source: ObjectStore, dest: ObjectStore, *, step: int | None = None, mea
         raise _other_run(dest, layout.RUN, f"that of run {record.run}")
     seen, listed = _commits_first(source)
     wanted = _not_collected(dest, _wanted(seen, listed, source.uri, step))
-    with _pinned(source, wanted, f"ftckpt copy to {dest.uri}", pins=means.pins) as held:
+    with pinned(source, wanted, f"ftckpt copy to {dest.uri}", pins=means.pins) as held:
         _copy_attempts(source, dest, seen)
         packs: dict[str, PackRef] = {}
         for at in held:
@@ -167,7 +167,7 @@ def fork(source: ObjectStore, dest: ObjectStore, *, step: int | None = None, mea
         if means.pins:  # of a try that ended just before it would have let go
             source.delete([layout.pin_key(_pin_name(ref.at, holder))])
         return Copied((at,), (), 0, 0)
-    with _pinned(source, [ref.at], holder, pins=means.pins):
+    with pinned(source, [ref.at], holder, pins=means.pins):
         mine = _claim_fork(source, dest, ref.at, nonce)
         fragments = _fragments(source, origin)
         packs: dict[str, PackRef] = {}
@@ -229,7 +229,7 @@ def _not_collected(dest: ObjectStore, wanted: Sequence[Position]) -> list[Positi
 
 
 @contextmanager
-def _pinned(
+def pinned(
     source: ObjectStore, wanted: Sequence[Position], holder: str, *, pins: bool
 ) -> Iterator[tuple[Position, ...]]:
     """Hold commits; gives those that no collector is about to take. The ids are those of an earlier try

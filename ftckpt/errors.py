@@ -30,6 +30,11 @@
     │   ├── StateMismatch (ValueError)
     │   ├── WorldSizeMismatch (ValueError)
     │   └── RestoreIncomplete (RuntimeError)
+    ├── ForeignError (ValueError)       a checkpoint of another format
+    │   ├── ForeignDamaged              cut off, incomplete, or at odds with itself
+    │   ├── ForeignUnsafe               reading it would run code, or make objects of unknown classes
+    │   ├── NotRepresentable            what one side holds has no form on the other
+    │   └── DestinationTaken (FileExistsError)
     ├── SaveError (RuntimeError)        a step did not become readable; training may go on
     │   ├── SaveFailed
     │   ├── SaveAborted
@@ -187,6 +192,26 @@ class WorldSizeMismatch(StateError, ValueError):
 
 class RestoreIncomplete(StateError, RuntimeError):
     """A restore failed after it had begun. Fact: ``components``, those partly overwritten."""
+
+
+class ForeignError(FtckptError, ValueError):
+    """Something about a checkpoint of another format."""
+
+
+class ForeignDamaged(ForeignError):
+    """It is cut off, lacks a part, or its parts say different things. Fact: ``file``."""
+
+
+class ForeignUnsafe(ForeignError):
+    """It names a class or function that is not on the list of its format. Nothing was run. Fact: ``named``."""
+
+
+class NotRepresentable(ForeignError):
+    """A dtype, a name or a value of one side has no form on the other. Nothing was written."""
+
+
+class DestinationTaken(ForeignError, FileExistsError):
+    """An export was to go where something else is. It was left alone."""
 
 
 class SaveError(FtckptError, RuntimeError):
