@@ -17,7 +17,6 @@ from ftckpt import layout
 from ftckpt.attempts import Look, choose, find_run, look, read_claim, read_start
 from ftckpt.boxes import Box, whole
 from ftckpt.errors import CorruptError, ObjectDamaged, ObjectNotFound, StateMismatch, StoreError
-from ftckpt.events import Events, to_logging
 from ftckpt.inventory import Part, take_inventory
 from ftckpt.leaf import LeafSpec, is_in
 from ftckpt.lineage import orphans
@@ -37,7 +36,6 @@ from ftckpt.manifest import (
     Tombstone,
     decode,
 )
-from ftckpt.plan.asked import Rename, asked
 from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore
 from ftckpt.reader import (
     DEFAULT,
@@ -57,8 +55,6 @@ from ftckpt.values import unpack
 if TYPE_CHECKING:
     import tensorstore
     import torch
-
-    from ftckpt.restoring import Restored
 
 Status = Literal["readable", "damaged", "aborted", "orphan", "collected"]
 
@@ -344,25 +340,13 @@ class Run:
                 where = layout.parse_commit(key) or layout.parse_position(key)
                 yield Problem(key, where.step if where else None, error)
 
-    def restore(
-        self,
-        state: Mapping[str, object],
-        step: int | None = None,
-        *,
-        only: str | Iterable[str] | None = None,
-        rename: Rename | None = None,
-        dtype: object = None,
-        strict: bool = True,
-        events: Events = to_logging,
-    ) -> Restored:
+    def restore(self, state: Mapping[str, object], step: int | None = None, *, strict: bool = True) -> Commit:
         """Overwrite the components given in ``state``; see ``ftckpt.restore``."""
         from ftckpt.restoring import restore_into
 
-        wish = asked(only=only, rename=rename, dtype=dtype, strict=strict)
         commit = self.commit(step)
-        return restore_into(
-            self._store, commit, state, subset=True, asked=wish, settings=self._settings, events=events
-        )
+        restore_into(self._store, commit, state, subset=True, strict=strict, settings=self._settings)
+        return commit
 
 
 def _no_tensor(commit: Commit, leaf: str, names: Sequence[str]) -> StateMismatch:

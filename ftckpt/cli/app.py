@@ -15,8 +15,10 @@ from typer.core import TyperGroup
 from ftckpt.cli.agent import agent
 from ftckpt.cli.copy import copy
 from ftckpt.cli.diff import diff
+from ftckpt.cli.export import export
 from ftckpt.cli.fork import fork
 from ftckpt.cli.gc import gc
+from ftckpt.cli.import_ import import_
 from ftckpt.cli.ls import ls
 from ftckpt.cli.resume import resume
 from ftckpt.cli.run import run
@@ -66,5 +68,7 @@ app.command(short_help="Read and check every byte.")(verify)
 app.command(short_help="Compare two steps, leaf by leaf.")(diff)
 app.command(short_help="Copy a run, or one step of it, to another address.")(copy)
 app.command(short_help="Begin a new run from a step of another.")(fork)
+app.command(short_help="Write a step as a checkpoint of another format.")(export)
+app.command("import", short_help="Make a run of a checkpoint of another format.")(import_)
 app.command(short_help="Delete what nothing needs.")(gc)
 app.command(short_help="Bring what a tier of this machine holds to the run.")(agent)
