@@ -2,7 +2,8 @@
 
 Everything that can be refused is refused before the first tensor is touched: names, shapes, dtypes,
 and that every needed object exists at its size. After that a failure names the components it had
-begun to overwrite; plain values and ``load_state_dict`` come last, after every byte was read.
+begun to overwrite; plain values and ``load_state_dict`` come last, after every byte was read. What may
+differ between the two is in ``Asked``, and what of it did is in ``Restored``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ftckpt.births import no_collecting
-from ftckpt.capture import place, target
+from ftckpt.capture import Carried, Passed, Target, carry_over, place, target
+from ftckpt.capture.relabel import Relabelled, relabel
 from ftckpt.commit import read_commit
 from ftckpt.errors import ObjectDamaged, RestoreIncomplete, first_line
+from ftckpt.events import Event, Events, silent
 from ftckpt.layout import commit_key
+from ftckpt.leaf import LeafSpec
 from ftckpt.manifest import Commit, Ref
+from ftckpt.plan.asked import EXACTLY, Asked, loses
 from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore
 from ftckpt.reader import (
     DEFAULT,
@@ -31,11 +36,43 @@ from ftckpt.reader import (
 from ftckpt.store.api import ObjectStore
 from ftckpt.values import unpack
 
+GENERATORS = "rng"
+"""The component of the random generators, which is nobody's to rename."""
+
+
+_TOLD = 100
+"""An event names so many things of a kind, and says how many there were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A leaf whose values were carried over to another dtype. ``exact``: that dtype holds every value of the
+    saved one. Otherwise values were rounded to the nearest, as ``Tensor.to`` does; ``infinite`` of them were finite
+    when saved and lie beyond its range, ``zero`` were not zero and are too small for it.
+    """
+
+    leaf: str
+    saved: str
+    here: str
+    exact: bool
+    infinite: int
+    zero: int
+
+    def __str__(self) -> str:
+        how = "exactly" if self.exact else "rounded to the nearest"
+        lost = [f"{self.infinite} beyond its range are infinite now"] if self.infinite else []
+        lost += [f"{self.zero} too small for it are zero now"] if self.zero else []
+        return f"{self.leaf}: {self.saved} to {self.here}, {how}{''.join(f'; {line}' for line in lost)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore did. ``notes`` say what it let pass because it was asked to, or had to.
-    ``rng_restored``: the random generators go on where they were saved.
+    """What a restore did.
+
+    ``notes``, in words: what it let pass because it was asked to, or had to. ``missing``: live and not saved,
+    so left as they are, or begun anew. ``extra``: saved and not wanted here. ``reshaped``: left as they are,
+    as they had another shape. ``renamed``: (name as saved, name here). ``casts``: leaves that were carried over
+    to another dtype. ``rng_restored``: the random generators go on where they were saved.
     """
 
     commit: Commit
@@ -43,6 +80,30 @@ class Restored:
     values: Mapping[str, object]
     fetched_bytes: int
     rng_restored: bool
+    passed: Passed = Passed()
+    renamed: tuple[tuple[str, str], ...] = ()
+    casts: tuple[Cast, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.commit.step
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self.passed.missing
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        return self.passed.extra
+
+    @property
+    def reshaped(self) -> tuple[str, ...]:
+        return self.passed.reshaped
+
+    @property
+    def exactly(self) -> bool:
+        """Whether what was wanted is here as it was saved, under the name that it had."""
+        return not (self.notes or self.renamed or self.casts)
 
 
 def read_ref(store: ObjectStore, ref: Ref) -> Commit:
@@ -71,12 +132,14 @@ def restore_into(
     rank: int = 0,
     world: int = 1,
     subset: bool = False,
-    strict: bool = True,
+    asked: Asked = EXACTLY,
     internal: str | None = None,
     settings: ReadSettings = DEFAULT,
     progress: Progress | None = None,
+    events: Events = silent,
 ) -> Restored:
-    """Overwrite ``state`` with a commit. Blocks until every byte is in place.
+    """Overwrite ``state`` with a commit. Blocks until every byte is in place. When something came about
+    otherwise than it was saved, ``events`` hear of it as ``restore.differs``.
 
     ``internal`` names a component that belongs to the session: it is returned in ``values`` and not
     looked for in ``state``.
@@ -93,19 +156,29 @@ def restore_into(
     values = {internal: trees.pop(internal)} if internal in trees else {}
     saved = {name: spec for name, spec in specs.items() if spec.kind == "tensor"}
     with no_collecting():
-        goal = target(state, saved, trees, group=group, rank=rank, world=world, subset=subset, strict=strict)
+        named = relabel(trees, asked.rename, idle=asked.idle, untouched=GENERATORS)
+        goal = target(
+            state, saved, named.trees, group=group, rank=rank, world=world, subset=subset, asked=asked
+        )
         wants = [(want.leaf, want.box) for want in goal.wants]
         fetches = plan_restore(wants, index_chunks(fragments, {leaf.name for leaf, _ in wants}))
     check_packs(store, packs_of(fetches), at)
     begun: set[str] = set()
+    carried = {name: Carried() for name in goal.casts}
     lock = threading.Lock()
 
     def put(placement: Placement, raw: memoryview) -> None:
-        want = goal.wants[placement.want]
+        want, leaf = goal.wants[placement.want], goal.wants[placement.want].leaf
         with lock:
-            begun.add(want.leaf.name.partition("@")[0].partition(".")[0])
-        piece = raw[placement.first_byte :][: placement.piece.numel * want.leaf.itemsize_bytes]
-        place(want.data, want.box, placement.piece, placement.region, piece, want.leaf.dtype)
+            begun.add(named.homes.get(leaf.name) or leaf.name.partition("@")[0].partition(".")[0])
+        piece = raw[placement.first_byte :][: placement.piece.numel * leaf.itemsize_bytes]
+        if leaf.name not in carried:
+            place(want.data, want.box, placement.piece, placement.region, piece, leaf.dtype)
+            return
+        found = carry_over(want.data, want.box, placement.piece, placement.region, piece, leaf.dtype)
+        with lock:
+            carried[leaf.name].infinite += found.infinite
+            carried[leaf.name].zero += found.zero
 
     try:
         fetch(store, fetches, put, at, settings, progress)
@@ -122,10 +195,48 @@ def restore_into(
             step=at.step,
         ) from error
     goal.finish()
-    return Restored(
+    done = Restored(
         commit,
         goal.notes,
         values,
         sum(item.stored_bytes for item in fetches),
-        rng_restored=any(component == "rng" for _, component, _ in goal.steps),
+        rng_restored=any(component == GENERATORS for _, component, _ in goal.steps),
+        passed=goal.passed,
+        renamed=_renamed(named, goal),
+        casts=_casts(saved, goal, carried),
     )
+    if not done.exactly:
+        events(_differs(done))
+    return done
+
+
+def _renamed(named: Relabelled, goal: Target) -> tuple[tuple[str, str], ...]:
+    """Those of components that are here: other components keep their names to themselves."""
+    return tuple(pair for pair in named.changed if pair[1].partition(".")[0] in goal.components)
+
+
+def _casts(saved: Mapping[str, LeafSpec], goal: Target, carried: Mapping[str, Carried]) -> tuple[Cast, ...]:
+    return tuple(
+        Cast(
+            name,
+            saved[name].dtype,
+            dtype,
+            not loses(saved[name].dtype, dtype),
+            carried[name].infinite,
+            carried[name].zero,
+        )
+        for name, dtype in sorted(goal.casts.items())
+    )
+
+
+def _differs(done: Restored) -> Event:
+    lists: dict[str, list[str]] = {
+        "missing": list(done.missing),
+        "extra": list(done.extra),
+        "reshaped": list(done.reshaped),
+        "renamed": [f"{saved} -> {here}" for saved, here in done.renamed],
+        "casts": [str(cast) for cast in done.casts],
+        "notes": list(done.notes),
+    }
+    counts = {f"{name}_in_all": len(lines) for name, lines in lists.items()}
+    return Event("restore.differs", {"step": done.step, **counts, **{k: v[:_TOLD] for k, v in lists.items()}})

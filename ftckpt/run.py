@@ -17,6 +17,7 @@ from ftckpt import layout
 from ftckpt.attempts import Look, choose, find_run, look, read_claim, read_start
 from ftckpt.boxes import Box, whole
 from ftckpt.errors import CorruptError, ObjectDamaged, ObjectNotFound, StateMismatch, StoreError
+from ftckpt.events import Events, to_logging
 from ftckpt.inventory import Part, take_inventory
 from ftckpt.leaf import LeafSpec, is_in
 from ftckpt.lineage import orphans
@@ -36,6 +37,7 @@ from ftckpt.manifest import (
     Tombstone,
     decode,
 )
+from ftckpt.plan.asked import Rename, asked
 from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore
 from ftckpt.reader import (
     DEFAULT,
@@ -55,6 +57,8 @@ from ftckpt.values import unpack
 if TYPE_CHECKING:
     import tensorstore
     import torch
+
+    from ftckpt.restoring import Restored
 
 Status = Literal["readable", "damaged", "aborted", "orphan", "collected"]
 
@@ -340,13 +344,25 @@ class Run:
                 where = layout.parse_commit(key) or layout.parse_position(key)
                 yield Problem(key, where.step if where else None, error)
 
-    def restore(self, state: Mapping[str, object], step: int | None = None, *, strict: bool = True) -> Commit:
+    def restore(
+        self,
+        state: Mapping[str, object],
+        step: int | None = None,
+        *,
+        only: str | Iterable[str] | None = None,
+        rename: Rename | None = None,
+        dtype: object = None,
+        strict: bool = True,
+        events: Events = to_logging,
+    ) -> Restored:
         """Overwrite the components given in ``state``; see ``ftckpt.restore``."""
         from ftckpt.restoring import restore_into
 
+        wish = asked(only=only, rename=rename, dtype=dtype, strict=strict)
         commit = self.commit(step)
-        restore_into(self._store, commit, state, subset=True, strict=strict, settings=self._settings)
-        return commit
+        return restore_into(
+            self._store, commit, state, subset=True, asked=wish, settings=self._settings, events=events
+        )
 
 
 def _no_tensor(commit: Commit, leaf: str, names: Sequence[str]) -> StateMismatch:

@@ -13,8 +13,8 @@ from ftckpt.capture.omissions import left_out, left_out_now
 from ftckpt.capture.restoring import Target, target
 from ftckpt.capture.rng import reseed
 from ftckpt.capture.saving import capture
-from ftckpt.capture.tensors import as_bytes_view, copy_bytes, place
-from ftckpt.capture.tree import LiveLeaf, Want
+from ftckpt.capture.tensors import Carried, as_bytes_view, carry_over, copy_bytes, place
+from ftckpt.capture.tree import LiveLeaf, Passed, Want
 
 __all__ = [
     "Fences",
@@ -26,10 +26,13 @@ __all__ = [
     "left_out",
     "left_out_now",
     "Want",
+    "Passed",
     "Target",
     "target",
     "as_bytes_view",
     "copy_bytes",
     "place",
+    "carry_over",
+    "Carried",
     "reseed",
 ]

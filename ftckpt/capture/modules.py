@@ -102,16 +102,15 @@ def fill_module(filling: Filling, view: ModuleView, tree: Any) -> None:
     if not isinstance(tree, dict):
         malformed(view.component, "a module's tree is no dict")
     component, module = view.component, view.module
-    given = {id(entry.value) for entry in view.entries if entry.path in tree}
-    asked = [
-        e.path for e in view.entries if e.path in tree or id(e.value) not in given
-    ]  # a tie is filled once
-    _compare(filling, component, asked, list(tree))
+    taken = [entry for entry in view.entries if filling.takes(f"{component}.{entry.path}")]
+    given = {id(entry.value) for entry in taken if entry.path in tree}
+    asked = [e.path for e in taken if e.path in tree or id(e.value) not in given]  # a tie is filled once
+    _compare(filling, component, asked, [path for path in tree if filling.takes(f"{component}.{path}")])
     detour: dict[str, Any] = {}
     leaf_of: dict[int, str] = {}
     inflating = Inflating(filling, component, MODULES, False, fresh_plain)
     for entry in view.entries:
-        if entry.path not in tree:
+        if entry.path not in tree or not filling.takes(f"{component}.{entry.path}"):
             continue
         node, path = tree[entry.path], f"{component}.{entry.path}"
         if entry.is_extra:
@@ -123,27 +122,28 @@ def fill_module(filling: Filling, view: ModuleView, tree: Any) -> None:
             filling.changed.append(f"{path}: saved as a {type(node).__name__}, live is a tensor")
         elif not entry.live:
             spec = filling.spec(node)
-            if spec is not None and filling.fits(spec, entry.value):
+            if spec is not None and filling.fits(spec, entry.value, path):
                 detour[entry.key] = inflating.walk(node, entry.value, path)
         elif leaf_of.setdefault(id(entry.value), node.name) != node.name:
             filling.changed.append(
                 f"{path}: tied to {leaf_of[id(entry.value)]} here, but saved apart from it"
             )
         else:
-            _fill_tensor(filling, component, entry, node)
+            _fill_tensor(filling, component, entry, node, path)
     if detour:
         filling.then(MODULES, component, lambda: _load(module, view, detour))
 
 
-def _fill_tensor(filling: Filling, component: str, entry: Entry, ref: TensorRef) -> None:
+def _fill_tensor(filling: Filling, component: str, entry: Entry, ref: TensorRef, path: str) -> None:
     spec = filling.spec(ref)
-    if spec is None or not filling.fits(spec, entry.value):
+    if spec is None or not filling.fits(spec, entry.value, path):
         return
     if can_fill(local_of(entry.value)):
         filling.claim(spec.name, entry.value)
         filling.want(spec, entry.value)
         return
-    fresh = fresh_like(entry.value, spec.dtype).contiguous()  # expanded memory cannot hold what was saved
+    dtype = filling.dtype_of(spec, entry.value, path)
+    fresh = fresh_like(entry.value, dtype).contiguous()  # expanded memory cannot hold what was saved
     filling.want(spec, fresh)
 
     def put() -> None:
@@ -154,14 +154,8 @@ def _fill_tensor(filling: Filling, component: str, entry: Entry, ref: TensorRef)
 
 def _compare(filling: Filling, component: str, live: list[str], saved: list[str]) -> None:
     saved_set, live_set = set(saved), set(live)
-    missing = [f"{component}.{path}" for path in live if path not in saved_set]
-    extra = [f"{component}.{path}" for path in saved if path not in live_set]
-    if filling.strict:
-        filling.missing += missing
-        filling.extra += extra
-    else:
-        filling.notes += [f"kept as it is, not in the checkpoint: {name}" for name in missing]
-        filling.notes += [f"in the checkpoint, not wanted here: {name}" for name in extra]
+    filling.lacks([f"{component}.{path}" for path in live if path not in saved_set])
+    filling.leaves([f"{component}.{path}" for path in saved if path not in live_set])
 
 
 def _load(module: nn.Module, view: ModuleView, detour: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ftckpt.capture.tensors import fresh_tensor
 from ftckpt.capture.tree import OPTIMIZERS, Draft, Filling, Fresh, Inflating, Within, flatten, malformed
 from ftckpt.errors import UnsupportedValue
 from ftckpt.leaf import LeafSpec
+from ftckpt.values import TensorRef
 
 _KEPT_LIVE = frozenset({"params", "param_names"})
 """Entries of a group that a restore leaves alone: the live parameters and their order."""
@@ -111,14 +112,16 @@ def fill_optimizer(
         return
     for index, (saved, group) in enumerate(zip(saved_groups, optimizer.param_groups, strict=True)):
         live_names = names.group(component, optimizer, index)
-        _compare_group(filling, component, index, saved["params"], live_names)
-        _fill_group(filling, component, index, saved, group)
+        if filling.takes(f"{component}.param_groups.{index}"):
+            _compare_group(filling, component, index, saved["params"], live_names)
+            _fill_group(filling, component, index, saved, group)
         known = set(saved["params"])
         for name, parameter in zip(live_names, group["params"], strict=True):
-            if name in known:
+            if name in known and _may_have(filling, component, name, parameter):
                 _fill_state(filling, component, optimizer, parameter, name, tree["state"].get(name), saved)
     grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    _fill_ungrouped(filling, component, optimizer, tree["other"], grouped)
+    if filling.takes(f"{component}.other"):
+        _fill_ungrouped(filling, component, optimizer, tree["other"], grouped)
 
 
 def _compare_group(
@@ -126,14 +129,23 @@ def _compare_group(
 ) -> None:
     path = f"{component}.param_groups.{index}"
     saved_set, live_set = set(saved), set(live)
-    missing = [f"{path}: {name}" for name in live if name not in saved_set]
-    extra = [f"{path}: {name}" for name in saved if name not in live_set]
-    if filling.strict:
-        filling.missing += missing
-        filling.extra += extra
-    else:
-        filling.notes += [f"begins anew, not in the checkpoint: {name}" for name in missing]
-        filling.notes += [f"in the checkpoint, not wanted here: {name}" for name in extra]
+    filling.lacks([f"{path}: {name}" for name in live if name not in saved_set], "begins anew")
+    filling.leaves([f"{path}: {name}" for name in saved if name not in live_set])
+
+
+def _may_have(filling: Filling, component: str, name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter gets its saved state: it is asked for, and has the shape that it was made for."""
+    if not filling.takes(f"{component}.state.{name}"):
+        return False
+    owner, _, path = name.partition(".")
+    record: Any = filling.trees.get(owner)
+    tree = record.get("tree") if isinstance(record, dict) else None
+    ref = tree.get(path) if isinstance(tree, dict) else None
+    spec = filling.saved.get(ref.name) if isinstance(ref, TensorRef) else None
+    if filling.strict or spec is None or spec.shape == tuple(parameter.shape):
+        return True
+    filling.notes.append(f"begins anew, as its parameter has another shape: {component}.state.{name}")
+    return False
 
 
 def _fill_group(

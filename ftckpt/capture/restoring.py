@@ -20,6 +20,7 @@ from ftckpt.capture.tree import (
     SCHEDULERS,
     Filling,
     Inflating,
+    Passed,
     Want,
     fresh_plain,
     malformed,
@@ -27,6 +28,7 @@ from ftckpt.capture.tree import (
 )
 from ftckpt.errors import RestoreIncomplete, StateMismatch, WorldSizeMismatch
 from ftckpt.leaf import LeafSpec
+from ftckpt.plan.asked import EXACTLY, Asked
 
 _SHOWN = 12
 
@@ -36,11 +38,15 @@ class Target:
     """A restore that is ready to be filled.
 
     ``wants``: what to read, and the memory to read it into; until a reader does, nothing live has
-    changed. ``notes``: what is not restored although it was asked for, and why that was allowed.
+    changed. ``notes``: what is not restored although it was asked for, and why that was allowed; ``passed``:
+    the same by kind. ``casts``: the dtype here of every leaf that was saved with another one.
     """
 
     wants: tuple[Want, ...]
     notes: tuple[str, ...]
+    passed: Passed
+    casts: Mapping[str, str]
+    components: frozenset[str]
     steps: tuple[tuple[int, str, Callable[[], None]], ...]
 
     def finish(self) -> None:
@@ -74,7 +80,7 @@ def target(
     rank: int = 0,
     world: int = 1,
     subset: bool = False,
-    strict: bool = True,
+    asked: Asked = EXACTLY,
     rng: bool | None = None,
 ) -> Target:
     """Compare a live state with a saved one and say what has to be read where.
@@ -82,8 +88,8 @@ def target(
     ``saved``: the specs of all tensor leaves by name. ``trees``: the unpacked value leaves by name;
     of ``PerRank`` values those of all owners (``name@group.rank``). Tensors may be taken from any
     mesh to any other. ``subset``: components that are saved but not live are left out in silence,
-    and generators are left alone unless ``rng=True``. ``strict=False``: missing and extra components
-    and leaves become notes; other dtypes and shapes are errors always.
+    and generators are left alone unless ``rng=True``. ``asked``: what may differ, and what is wanted;
+    renames were applied before.
 
     Call it on every rank, on the trainer's thread. Changes nothing live, except that FSDP2 modules go
     back to their shards and objects are asked for their ``state_dict()``.
@@ -94,28 +100,43 @@ def target(
     """
     where = Where(group, rank, world)
     seen = survey(state)
-    filling = Filling(where, saved, trees, strict)
+    filling = Filling(where, saved, trees, asked.strict, asked=asked)
     names = {key.partition("@")[0] for key in trees}
     stored = {name for name in names if "." not in name} - {generators.COMPONENT}
     _compare(filling, {c.name for c in seen.components}, stored, subset=subset)
     for component in seen.components:
-        if component.name in stored:
+        if component.name in stored and _is_wanted(filling, component):
             _fill(filling, seen, component)
     if rng if rng is not None else not subset:
         _fill_generators(filling)
     _complain(filling)
-    return Target(tuple(filling.wants), tuple(filling.notes), tuple(filling.steps))
+    return Target(
+        tuple(filling.wants),
+        tuple(filling.notes),
+        filling.passed,
+        filling.casts,
+        frozenset(component.name for component in seen.components),
+        tuple(filling.steps),
+    )
 
 
 def _compare(filling: Filling, live: set[str], stored: set[str], *, subset: bool) -> None:
-    missing = [f"{name} (a whole component)" for name in sorted(live - stored)]
-    extra = [] if subset else [f"{name} (a whole component)" for name in sorted(stored - live)]
-    if filling.strict:
-        filling.missing += missing
-        filling.extra += extra
-    else:
-        filling.notes += [f"kept as it is, not in the checkpoint: {name}" for name in missing]
-        filling.notes += [f"in the checkpoint, not wanted here: {name}" for name in extra]
+    absent = [name for name in sorted(live - stored) if filling.takes(name) or filling.reaches_into(name)]
+    filling.lacks([f"{name} (a whole component)" for name in absent])
+    filling.leaves([] if subset else [f"{name} (a whole component)" for name in sorted(stored - live)])
+
+
+def _is_wanted(filling: Filling, component: Component) -> bool:
+    """Whether any of it is to be restored. What takes its state in one call takes all of it or nothing."""
+    if filling.takes(component.name):
+        return True
+    wanted = filling.reaches_into(component.name)
+    if wanted and component.kind in ("object", "scheduler"):
+        filling.changed.append(
+            f"{component.name}: takes its state in one call, and cannot be restored in part"
+        )
+        return False
+    return wanted
 
 
 def _fill(filling: Filling, seen: Survey, component: Component) -> None:
@@ -191,6 +212,13 @@ def _fill_generators(filling: Filling) -> None:
 
 
 def _complain(filling: Filling) -> None:
+    unknown = [name for name in filling.asked.only or () if name not in filling.named]
+    if unknown and not filling.changed:
+        raise StateMismatch(
+            f"StateMismatch: only= names {', '.join(map(repr, unknown))}, which nothing here or in the checkpoint is\n"
+            "  nothing was changed; `ftckpt show RUN --leaves` prints the names, rename= gives them others here",
+            names=tuple(unknown),
+        )
     if filling.resized:
         raise WorldSizeMismatch(
             "per-rank state was saved by other ranks than those that ask for it\n"
@@ -199,14 +227,15 @@ def _complain(filling: Filling) -> None:
             "  resume with the same groups and ranks, or mark it PerRank(x, on_resize='merge') or 'reseed'",
             leaves=tuple(filling.resized),
         )
-    if filling.missing or filling.extra or filling.changed:
+    if filling.changed or (filling.strict and (filling.missing or filling.extra)):
         raise StateMismatch(
             "the live state does not fit the saved one\n"
-            f"{_listed('live, not saved: ', filling.missing)}"
-            f"{_listed('saved, not live: ', filling.extra)}"
+            f"{_listed('live, not saved: ', filling.missing if filling.strict else ())}"
+            f"{_listed('saved, not live: ', filling.extra if filling.strict else ())}"
             f"{_listed('differs: ', filling.changed)}"
             "  nothing was changed; the checkpoint is untouched\n"
-            "  build the state as it was when saved, or allow missing and extra names with strict=False",
+            "  build the state as it was when saved; ask for what may differ: rename= for names, dtype= for dtypes,"
+            " only= for parts, strict=False for missing, extra and reshaped ones",
             missing=tuple(filling.missing),
             extra=tuple(filling.extra),
             changed=tuple(filling.changed),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,8 @@ _view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssi
 _PYBUF_READ, _PYBUF_WRITE = 0x100, 0x200
 _LACKING = frozenset({"complex32", "float4_e2m1fn_x2"})
 """Asking for memory of these warns that operators lack them, or fails where algorithms are deterministic."""
+
+Buffer = bytes | bytearray | memoryview
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
@@ -139,7 +142,7 @@ def place(
     dest_box: Box,
     piece: Box,
     region: Box,
-    raw: bytes | bytearray | memoryview,
+    raw: Buffer,
     dtype: str,
 ) -> None:
     """Copy ``region`` out of ``raw``, which holds ``piece`` row-major, into ``dest``, which holds ``dest_box``.
@@ -169,6 +172,38 @@ def place(
         np.copyto(_array_over(into), source)
     else:
         into.copy_(torch.from_numpy(np.array(source)))
+
+
+@dataclass(slots=True)
+class Carried:
+    """How values fared that were carried over to another dtype: ``infinite`` were finite before, ``zero``
+    were not zero.
+    """
+
+    infinite: int = 0
+    zero: int = 0
+
+
+def carry_over(
+    dest: torch.Tensor, dest_box: Box, piece: Box, region: Box, raw: Buffer, dtype: str
+) -> Carried:
+    """As ``place``, into a tensor of another dtype: each value becomes the nearest that it has, as
+    ``Tensor.to`` rounds, and infinite beyond its range. ``dtype``: that of ``raw``.
+    """
+    saved = fresh_tensor(piece.extent, dtype)
+    place(saved, piece, piece, piece, raw, dtype)
+    source = saved[_slices(region, piece)]
+    values = source.to(dest.dtype)
+    dest.detach()[_slices(region, dest_box)].copy_(values)
+    carried = Carried()
+    for now, before in zip(_reals(values), _reals(source), strict=True):
+        carried.infinite += int((now.isinf() & before.isfinite()).sum())
+        carried.zero += int(((now == 0) & (before != 0)).sum())
+    return carried
+
+
+def _reals(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (tensor.real, tensor.imag) if tensor.is_complex() else (tensor,)
 
 
 def _slices(region: Box, outer: Box) -> tuple[slice, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,7 +27,8 @@ from ftckpt.capture.marks import Frozen, PerRank
 from ftckpt.capture.parts import Where, fresh_like, is_dtensor, local_of, part_of
 from ftckpt.capture.tensors import can_fill, dtype_name, fresh_tensor
 from ftckpt.errors import RecordCorrupt, UnsupportedValue
-from ftckpt.leaf import ITEMSIZE_BYTES, Holding, LeafSpec
+from ftckpt.leaf import ITEMSIZE_BYTES, Holding, LeafSpec, is_in
+from ftckpt.plan.asked import EXACTLY, Asked, can_carry_over
 from ftckpt.values import TensorRef
 
 _DICTS = (dict, OrderedDict, Counter)
@@ -203,6 +204,17 @@ MODULES, OPTIMIZERS, OBJECTS, SCHEDULERS, GENERATORS = range(5)
 """The order in which ``finish`` applies what was read."""
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What a restore let pass because it was asked to. ``missing``: live, not saved, left as it is or begun
+    anew; ``extra``: saved, not wanted here; ``reshaped``: left as it is, of another shape when saved.
+    """
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+
+
 @dataclass(slots=True, eq=False)
 class Filling:
     """What one restore will do, gathered before anything live is changed."""
@@ -218,6 +230,10 @@ class Filling:
     resized: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     steps: list[tuple[int, str, Callable[[], None]]] = field(default_factory=list)
+    asked: Asked = EXACTLY
+    reshaped: list[str] = field(default_factory=list)
+    casts: dict[str, str] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)
     _claims: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
     _owners: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -231,6 +247,47 @@ class Filling:
         """The saved trees of a ``PerRank`` value, by ``group.rank``."""
         return self._owners.get(path, {})
 
+    def lacks(self, names: list[str], outcome: str = "kept as it is") -> None:
+        """These are live and were not saved: an error, or let pass as ``outcome``."""
+        self.missing += names
+        if not self.strict:
+            self.notes += [f"{outcome}, not in the checkpoint: {name}" for name in names]
+
+    def leaves(self, names: list[str]) -> None:
+        """These were saved and are not wanted here: an error, or let pass."""
+        self.extra += names
+        if not self.strict:
+            self.notes += [f"in the checkpoint, not wanted here: {name}" for name in names]
+
+    @property
+    def passed(self) -> Passed:
+        return Passed(tuple(self.missing), tuple(self.extra), tuple(self.reshaped))
+
+    def takes(self, path: str) -> bool:
+        """Whether what is called ``path`` here is to be restored: all of it."""
+        if self.asked.only is None:
+            return True
+        found = [name for name in self.asked.only if is_in(path, name)]
+        self.named.update(found)
+        return bool(found)
+
+    def reaches_into(self, path: str) -> bool:
+        """Whether a part of it is."""
+        return self.asked.only is not None and any(is_in(name, path) for name in self.asked.only)
+
+    def dtype_of(self, spec: LeafSpec, live: object, path: str) -> str:
+        """The dtype of the memory that a leaf is read into. Another than it was saved with only where it
+        was asked for; and for what is not live yet, never of a scalar: those count.
+        """
+        asked = self.asked.casts.of(path)
+        if asked is None or asked == spec.dtype or not can_carry_over(spec.dtype, asked):
+            return spec.dtype
+        is_live = isinstance(live, torch.Tensor) and dtype_name(live.dtype) == asked
+        if not is_live and (isinstance(live, torch.Tensor) or not spec.shape):
+            return spec.dtype
+        self.casts[spec.name] = asked
+        return asked
+
     def then(self, phase: int, component: str, step: Callable[[], None]) -> None:
         """Do this in ``finish``, in that phase; ``component`` is named if it fails."""
         self.steps.append((phase, component, step))
@@ -239,7 +296,7 @@ class Filling:
         """The saved leaf of a reference; notes it as missing when the save does not have it."""
         spec = self.saved.get(ref.name)
         if spec is None:
-            self.missing.append(f"{ref.name} (its tensor is not in the checkpoint)")
+            self.lacks([f"{ref.name} (its tensor is not in the checkpoint)"])
         elif spec.dtype not in ITEMSIZE_BYTES or spec.kind != "tensor":
             raise RecordCorrupt(
                 f"leaf {ref.name} is no tensor of a known dtype ({spec.dtype})", leaf=ref.name
@@ -252,14 +309,22 @@ class Filling:
         if part.box.numel:
             self.wants.append(Want(spec, part.box, part.local))
 
-    def fits(self, spec: LeafSpec, tensor: torch.Tensor) -> bool:
-        """Whether dtype and global shape are the live ones; notes the difference if not."""
+    def fits(self, spec: LeafSpec, tensor: torch.Tensor, path: str) -> bool:
+        """Whether dtype and global shape are the live ones, or values are to be carried over; notes the
+        difference if not. ``path``: its name here.
+        """
         live = (dtype_name(tensor.dtype), tuple(tensor.shape))
         if live == (spec.dtype, spec.shape):
             return True
-        self.changed.append(
-            f"{spec.name}: saved {spec.dtype}{list(spec.shape)}, live {live[0]}{list(live[1])}"
-        )
+        also = "" if path == spec.name else f", which is {path} here"
+        found = f"{spec.name}{also}: saved {spec.dtype}{list(spec.shape)}, live {live[0]}{list(live[1])}"
+        if live[1] != spec.shape and not self.strict:
+            self.reshaped.append(found)
+            self.notes.append(f"kept as it is, of another shape: {found}")
+            return False
+        if live[1] == spec.shape and self.dtype_of(spec, tensor, path) == live[0]:
+            return True
+        self.changed.append(found)
         return False
 
     def claim(self, leaf: str, tensor: torch.Tensor) -> bool:
@@ -302,6 +367,8 @@ class Inflating:
 
     def walk(self, node: Any, live: Any, path: str, key: object = None) -> Any:
         """What will stand at ``path`` once the wants are filled and ``finish`` has run."""
+        if self.filling.asked.only is not None and not self.filling.takes(path):
+            return self._partly(node, live, path)
         if isinstance(live, Frozen):
             return self._into_mark(live, self.walk(node, live.value, path, key))
         if isinstance(node, TensorRef) and node.name.endswith("@"):
@@ -310,7 +377,7 @@ class Inflating:
             self.filling.changed.append(f"{path}: saved as common to all ranks, live is marked PerRank")
             return live
         if isinstance(node, TensorRef):
-            return self._tensor(node, live, key)
+            return self._tensor(node, live, path, key)
         if isinstance(node, _DICTS):
             return self._dict(node, live, path)
         if isinstance(node, (list, tuple, deque)):
@@ -319,19 +386,37 @@ class Inflating:
             return self._array(node, live, path)
         return node
 
-    def _tensor(self, ref: TensorRef, live: Any, key: object) -> Any:
+    def _tensor(self, ref: TensorRef, live: Any, path: str, key: object) -> Any:
         spec = self.filling.spec(ref)
         if spec is None:
             return live
         if self.in_place and isinstance(live, torch.Tensor):
-            if not self.filling.fits(spec, live):
+            if not self.filling.fits(spec, live, path):
                 return live
             if can_fill(live) and self.filling.claim(spec.name, live):
                 self.filling.want(spec, live)
                 return live
-        fresh = self.fresh(spec, live, key)
+        fresh = self.fresh(replace(spec, dtype=self.filling.dtype_of(spec, live, path)), live, key)
         self.filling.want(spec, fresh)
         return fresh
+
+    def _partly(self, node: Any, live: Any, path: str) -> Any:
+        """Of a dict the keys that are asked for, or of what is in it; the others stay what they are."""
+        if isinstance(live, Frozen):
+            return self._into_mark(live, self._partly(node, live.value, path))
+        if not self.filling.reaches_into(path):
+            return live
+        if not (self.in_place and isinstance(node, _DICTS) and type(live) is type(node)):
+            self.filling.changed.append(f"{path}: only dicts that are dicts here too can be restored in part")
+            return live
+        paths = {key: values.joined(path, key) for key in node}
+        built = {
+            key: self.walk(node[key], live.get(key), inner, key)
+            for key, inner in paths.items()
+            if self.filling.takes(inner) or (key in live and self.filling.reaches_into(inner))
+        }
+        self.filling.then(self.phase, self.component, lambda: live.update(built))
+        return live
 
     def _dict(self, node: Any, live: Any, path: str) -> Any:
         old = live if isinstance(live, Mapping) else {}

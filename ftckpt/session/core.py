@@ -38,6 +38,7 @@ from ftckpt.layout import Writer
 from ftckpt.manifest import MAX_STEP, Commit, Guarantee, Position
 from ftckpt.membership import Membership, alone
 from ftckpt.meter import Meter
+from ftckpt.plan.asked import Rename, renames
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
 from ftckpt.policy import SaveEvery, parse
 from ftckpt.ranks import Ranks, agree, ranks_here, together
@@ -92,6 +93,8 @@ class Session:
         on_empty: what to do when the run has no commit at all: ``"start"`` from nothing, or ``"error"``.
         step: go on from this step instead of the newest.
         fallback: pass over commits that cannot be read, saying so, instead of stopping.
+        rename: names as saved to names here, for a state whose parts have other names now; see ``restore``.
+            It may stay: a rule that fits nothing any more does nothing.
         replica_group: the membership, when replica groups train together.
         tiers: a folder of this machine that saves go to first, and from there to ``uri`` by an agent.
         start_agent: start that agent, if nobody does; a supervisor always does.
@@ -119,6 +122,7 @@ class Session:
         on_empty: OnEmpty = "start",
         step: int | None = None,
         fallback: bool = False,
+        rename: Rename | None = None,
         replica_group: Members | None = None,
         stage: Literal["lazy", "eager"] = "lazy",
         verify_snapshot: bool = False,
@@ -155,6 +159,7 @@ class Session:
             on_empty=on_empty,
             step=step,
             fallback=fallback,
+            rename=renames(rename),
             stage=stage,
             verify_snapshot=verify_snapshot,
             fence_deadline_s=fence_deadline_s,

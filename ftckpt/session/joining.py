@@ -20,6 +20,7 @@ from ftckpt.errors import ObjectNotFound, SettingsError
 from ftckpt.events import Event, Events
 from ftckpt.lineage import trained
 from ftckpt.manifest import Commit, Ref
+from ftckpt.plan.asked import Asked
 from ftckpt.policy import Ends
 from ftckpt.ranks import Ranks, tell, together
 from ftckpt.restoring import read_ref, restore_into
@@ -153,7 +154,9 @@ class Joining:
             group=self.launch.group,
             rank=self.ranks.rank,
             world=self.ranks.world,
+            asked=Asked(rename=self.settings.rename, idle=True),
             internal=INTERNAL,
+            events=self.events,
         )
         values: Any = done.values.get(INTERNAL, {})
         internal: dict[str, Any] = values.get("tree", {})

@@ -13,6 +13,7 @@ from ftckpt.elastic.launch import Launch
 from ftckpt.errors import SettingsError
 from ftckpt.manifest import MAX_CHUNK_BYTES, MAX_STEP
 from ftckpt.membership import Membership
+from ftckpt.plan.asked import Renames
 from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES
 from ftckpt.policy import Policy
 from ftckpt.retention import Keep
@@ -41,6 +42,7 @@ class Settings:
     on_empty: OnEmpty = "start"
     step: int | None = None
     fallback: bool = False
+    rename: Renames = Renames()
     stage: Literal["lazy", "eager"] = "lazy"
     verify_snapshot: bool = False
     fence_deadline_s: float = 60.0

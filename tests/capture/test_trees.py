@@ -18,6 +18,7 @@ from ftckpt.errors import (
     UnsupportedValue,
     WorldSizeMismatch,
 )
+from ftckpt.plan.asked import Asked
 from tests.capture.memory import contents, plan, restore, same_bits, save, specs, trees
 from tests.test_values import keys, same, scalars
 
@@ -291,7 +292,7 @@ def test_a_subset_leaves_the_rest_and_the_generators_alone():
 def test_not_strict_says_what_it_let_pass():
     live = {"a": 0, "x": 7}
 
-    aim = restore(save({"a": 1, "b": 2}), live, strict=False)
+    aim = restore(save({"a": 1, "b": 2}), live, asked=Asked(strict=False))
 
     assert live == {"a": 1, "x": 7}
     assert any("not in the checkpoint: x" in note for note in aim.notes)

@@ -52,6 +52,7 @@ from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.retention import Keep
 from ftckpt.store import LocalStore, open_store
 from ftckpt.values import unpack
+from tests.formats import independent_reader
 from tests.support.procs import run_ranks, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -66,7 +67,8 @@ def reader(run: object, step: int | None = None, **options: Any) -> ftckpt.dcp.S
 
 
 def failure(act: Callable[[], object]) -> BaseException:
-    """The one rank's error behind DCP's own."""
+    """The one rank's error behind DCP's own, which is no ``Exception``."""
+    assert not issubclass(CheckpointException, Exception)
     with pytest.raises(CheckpointException) as caught:
         act()
     return caught.value.failures[0][0]
@@ -674,6 +676,8 @@ def test_what_the_bridge_wrote_is_a_run_like_any_other(tmp_path, capsys):
     assert main(["diff", f"{tmp_path}@1", f"{tmp_path}@2", "--json"]) == 1
     differing = json.loads(capsys.readouterr().out)
     assert {leaf["name"] for leaf in differing["leaves"]} == {"model.0.bias", "optim"}
+    assert main(["copy", str(tmp_path), str(tmp_path / "copy")]) == 0
+    assert steps(tmp_path / "copy") == steps(tmp_path)
     assert main(["fork", str(tmp_path), str(tmp_path / "fork"), "--step", "1"]) == 0
     again = {"n": 0, "model": {"0.bias": torch.zeros(3)}}
     dcp.load(again, storage_reader=reader(tmp_path / "fork"))
@@ -818,6 +822,19 @@ def test_what_n_ranks_saved_m_ranks_load_bit_for_bit(played, saved):
 def test_shards_of_two_dimensions_keep_their_places(played, world):
     """G1, G3, G4"""
     assert f"ok meshes to {world}\n" in played.outputs[0]
+
+
+@many_ranks
+def test_the_second_reader_reads_what_four_ranks_saved_by_the_format_page_alone(played):
+    run = independent_reader.Run(played.folder / "mesh")
+    step = run.read(run.lineage()[0])
+
+    leaf = step.leaves["mesh.5x7"]
+    assert leaf.data == torch.arange(35, dtype=torch.float32).numpy().tobytes()
+    notes = step.trees["ftckpt"]["tree"]["dcp"]
+    assert notes["tensors"]["mesh.5x7"] == (leaf.dtype, leaf.shape) == ("float32", (5, 7))
+    assert notes["planner"]["rows.0.weight"] == ("rows", "0.weight")
+    assert step.trees["rows"] == {"kind": "tree", "tree": {"0.weight": ("rows.0.weight",)}}
 
 
 @many_ranks

@@ -293,6 +293,7 @@ def other_settings() -> None:
     assert "rank 1 has 3, the coordinator 2" in str(errors[1]), errors[1]
     errors = failed(small(2.0), writer(f"settings{RANK or ''}"), 4)
     assert set(errors) == {1} and isinstance(errors[1], SettingsDiffer), errors
+    assert not (FOLDER / "settings1").exists(), "another run that is there would have been touched"
     ok("other settings")
 
 

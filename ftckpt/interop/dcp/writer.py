@@ -226,10 +226,12 @@ class StorageWriter(Interface):
         ticket = plan.storage_data
         if not isinstance(ticket, Ticket):
             raise _caching()
+        self._same("uri", self._store().uri, ticket.uri)  # what is not the same run must not be written to
         with self._giving_up(ticket, ticket.writer(self._rank)):
             if getattr(planner, "_enable_plan_caching", False):
                 raise _caching()
-            self._check(ticket)
+            if self._step is not None:
+                self._same("step", self._step, ticket.at.step)
             parts, results = self._parts(plan.items, planner, ticket)
             self._write(ticket, ticket.writer(self._rank), parts)
         future: Future[list[WriteResult]] = Future()
@@ -275,20 +277,14 @@ class StorageWriter(Interface):
         """The run's address as it is from any folder, for the record."""
         return self._uri if "://" in self._uri else str(Path(self._uri).absolute())
 
-    def _check(self, ticket: Ticket) -> None:
+    def _same(self, setting: str, mine: object, theirs: object) -> None:
         """This rank was told what the coordinator was told."""
-        mine = {"uri": self._store().uri, "step": ticket.at.step if self._step is None else self._step}
-        theirs = {"uri": ticket.uri, "step": ticket.at.step}
-        differing = [name for name in mine if mine[name] != theirs[name]]
-        if differing:
-            lines = "".join(
-                f"  {name}: rank {self._rank} has {mine[name]!r}, the coordinator {theirs[name]!r}\n"
-                for name in differing
-            )
+        if mine != theirs:
             raise SettingsDiffer(
                 "SettingsDiffer: the ranks of this save were given different settings\n"
-                f"{lines}  this step will not be readable; earlier commits are intact",
-                settings=tuple(differing),
+                f"  {setting}: rank {self._rank} has {mine!r}, the coordinator {theirs!r}\n"
+                "  this step will not be readable; earlier commits are intact",
+                settings=(setting,),
             )
 
     def _parts(
