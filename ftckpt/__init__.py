@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ftckpt.errors import FtckptError
     from ftckpt.interop import dcp, export_run, import_run
     from ftckpt.manifest import Commit
+    from ftckpt.restoring import Restored
     from ftckpt.retention import Keep
     from ftckpt.run import Run
     from ftckpt.run import open_run as open  # noqa: A004 - reads as ftckpt.open(uri)
@@ -34,6 +35,7 @@ __all__ = [
     "FtckptError",
     "Keep",
     "PerRank",
+    "Restored",
     "Run",
     "SaveHandle",
     "Session",
@@ -58,6 +60,7 @@ _ROOMS = {
     "import_run": "interop",
     "Commit": "manifest",
     "Keep": "retention",
+    "Restored": "restoring",
     "Run": "run",
     "Session": "session",
     "restore": "session",

@@ -15,7 +15,7 @@ from ftckpt.errors import RestoreIncomplete, SettingsError, StateMismatch
 from ftckpt.plan.restore import index_chunks
 from ftckpt.reader import read_fragments
 from tests.session.toy import Heard, raw
-from tests.support.procs import ROOT
+from tests.support.procs import ROOT, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -369,6 +369,18 @@ def test_values_that_mean_nothing_in_the_other_dtype_are_not_carried_over(tmp_pa
 
     with pytest.raises((StateMismatch, SettingsError)):
         ftckpt.restore(tmp_path / "run", {"w": torch.zeros(3, dtype=live)}, dtype=live)
+
+
+@pytest.mark.timeout(180)
+def test_shards_take_other_names_and_another_dtype_like_whole_tensors(tmp_path):
+    """F7: what one process saved, with a wrapper's part in its names, into FSDP2 on two ranks."""
+    torch.manual_seed(1)
+    actor = Named(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), "module")
+    save(tmp_path / "run", {"actor": actor, "optim": trained(actor)})
+
+    outputs = run_ranks("tests/ranks/renamed_shards.py", 2, tmp_path / "run", timeout_s=150).check().outputs
+
+    assert all("ok" in output.splitlines() for output in outputs)
 
 
 # --- not strict ------------------------------------------------------------------------------------
