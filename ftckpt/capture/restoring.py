@@ -29,6 +29,7 @@ from ftckpt.capture.tree import (
 from ftckpt.errors import RestoreIncomplete, StateMismatch, WorldSizeMismatch
 from ftckpt.leaf import LeafSpec
 from ftckpt.plan.asked import EXACTLY, Asked
+from ftckpt.values import TensorRef
 
 _SHOWN = 12
 
@@ -168,7 +169,9 @@ def _fill(filling: Filling, seen: Survey, component: Component) -> None:
 
 def _fill_tree(filling: Filling, component: Component, tree: Any) -> None:
     name = component.name
-    built = Inflating(filling, name, MODULES, True, fresh_plain).walk(tree, component.value, name)
+    itself = isinstance(tree, TensorRef) and not tree.name.endswith("@")
+    path = f"{name}.value" if itself else name
+    built = Inflating(filling, name, MODULES, True, fresh_plain).walk(tree, component.value, path)
     if built is component.value:
         return
     if component.can_replace:

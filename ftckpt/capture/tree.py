@@ -316,7 +316,7 @@ class Filling:
         live = (dtype_name(tensor.dtype), tuple(tensor.shape))
         if live == (spec.dtype, spec.shape):
             return True
-        also = "" if path == spec.name else f", which is {path} here"
+        also = "" if path == spec.name.partition("@")[0] else f", which is {path} here"
         found = f"{spec.name}{also}: saved {spec.dtype}{list(spec.shape)}, live {live[0]}{list(live[1])}"
         if live[1] != spec.shape and not self.strict:
             self.reshaped.append(found)

@@ -335,6 +335,18 @@ def test_what_leaves_the_range_of_a_dtype_is_counted_and_said(tmp_path):
     assert "2 beyond its range are infinite now; 1 too small for it are zero now" in str(done.casts[1])
 
 
+def test_a_component_that_is_a_tensor_goes_by_both_of_its_names(tmp_path):
+    """``w`` and, as its leaf is called, ``w.value``."""
+    save(tmp_path / "run", {"w": torch.ones(3), "v": torch.ones(3)})
+
+    for name in ("w", "w.value"):
+        live = {"w": torch.zeros(3, dtype=torch.float16), "v": torch.zeros(2)}
+        with pytest.raises(StateMismatch, match=r"differs: w\.value: saved float32\[3\], live float16\[3\]"):
+            ftckpt.restore(tmp_path / "run", live, only=name)
+        ftckpt.restore(tmp_path / "run", live, only=name, dtype={name: "float16"})
+        assert live["w"].tolist() == [1, 1, 1] and live["v"].tolist() == [0, 0]
+
+
 def test_a_wider_dtype_holds_everything(tmp_path):
     values = torch.randn(50).to(torch.bfloat16)
     save(tmp_path / "run", {"w": values})
