@@ -4,6 +4,7 @@
 #   make test                                        the tests
 #   make check                                       linters, types, import contract
 #   make stress                                      the long random repetitions
+#   make fuzz [FOR=60]                               damage for every decoder, so many seconds in all
 #   make bench-save [ARGS=--quick]                   what a save costs, beside others and the machine's limits
 #   make bench-restore [ARGS=--quick]                what a restore costs, likewise
 
@@ -11,6 +12,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 JOBS ?= 2
 STORE ?= local
 MODEL ?= tiny
+FOR ?= 60
 # More arguments for the program that a target runs: make test ARGS="-k lineage"
 ARGS ?=
 
@@ -22,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test stress bench-save bench-restore check format wheel pins clean
+.PHONY: help venv demo test stress fuzz bench-save bench-restore check format wheel pins clean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +49,11 @@ test: $(READY)
 
 stress: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) -m stress $(ARGS)
+
+# atheris has no wheel for every Python: hypothesis alone then.
+fuzz: $(READY)
+	@$(BIN)/python -m pip install --quiet --quiet -c constraints.txt -e '.[fuzz]' || echo "make: going on without atheris"
+	$(BIN)/python -m tests.fuzz --seconds $(FOR) $(ARGS)
 
 bench-save: $(READY)
 	@$(BIN)/python -m pip install --quiet --quiet -c constraints.txt -e '.[bench]'

@@ -29,6 +29,7 @@
     │   ├── UnsupportedValue (TypeError)
     │   ├── StateMismatch (ValueError)
     │   ├── WorldSizeMismatch (ValueError)
+    │   ├── NotEnoughMemory (MemoryError)
     │   └── RestoreIncomplete (RuntimeError)
     ├── ForeignError (ValueError)       a checkpoint of another format
     │   ├── ForeignDamaged              cut off, incomplete, or at odds with itself
@@ -188,6 +189,10 @@ class StateMismatch(StateError, ValueError):
 
 class WorldSizeMismatch(StateError, ValueError):
     """Per-rank state was saved by other ranks than those that restore it."""
+
+
+class NotEnoughMemory(StateError, MemoryError):
+    """What a step is said to hold takes more memory than there is. None of it was taken."""
 
 
 class RestoreIncomplete(StateError, RuntimeError):

@@ -21,6 +21,7 @@ from ftckpt.boxes import Box, whole
 from ftckpt.errors import ChunkCorrupt, CorruptError, ObjectDamaged, ObjectNotFound, RecordCorrupt, StoreError
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.manifest import Commit, Fragment, FragmentRef, Position, decode, digest_of
+from ftckpt.memory import require_memory
 from ftckpt.plan.restore import (
     Fetch,
     Link,
@@ -227,7 +228,7 @@ def fetch(
         ChunkCorrupt: of the first bad chunk; none of its bytes were placed, others may have been.
         StoreError: the store failed.
     """
-    runs, threads = _shared_out(fetches, settings)
+    runs, threads = shared_out(fetches, settings)
     total = sum(run.read_bytes for run in runs)
     stop = Flag()
     done = 0
@@ -260,7 +261,7 @@ def fetch(
                 progress(done, total)
 
 
-def _shared_out(fetches: Sequence[Fetch], settings: ReadSettings) -> tuple[list[Run], int]:
+def shared_out(fetches: Sequence[Fetch], settings: ReadSettings) -> tuple[list[Run], int]:
     """Requests, and how many threads may be at one each so that all together stay within the budget."""
     decoding = max((item.memory_bytes for item in fetches), default=0)
     share = settings.budget_bytes // settings.threads - decoding
@@ -420,6 +421,7 @@ def read_values(
     wants = [(leaf, Box((0,), leaf.shape)) for leaf in leaves]
     fetches = plan_restore(wants, index_chunks(fragments, {leaf.name for leaf in leaves}))
     check_packs(store, packs_of(fetches), at)
+    require_memory(sum(leaf.shape[0] for leaf in leaves), f"the plain values of {at}")
     buffers = [bytearray(leaf.shape[0]) for leaf in leaves]  # sizes that the chunks were found to fill
 
     def place(placement: Placement, raw: memoryview) -> None:

@@ -102,8 +102,7 @@ def fill_optimizer(
     filling: Filling, component: str, optimizer: Optimizer, names: ParameterNames, tree: Any
 ) -> None:
     """Want every state tensor, in place where it exists; hyper-parameters follow in ``finish``."""
-    if not isinstance(tree, dict) or not {"state", "other", "param_groups"} <= set(tree):
-        malformed(component, "an optimizer's tree lacks its parts")
+    _check_tree(component, tree)
     saved_groups = tree["param_groups"]
     if len(saved_groups) != len(optimizer.param_groups):
         filling.changed.append(
@@ -122,6 +121,20 @@ def fill_optimizer(
     grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if filling.takes(f"{component}.other"):
         _fill_ungrouped(filling, component, optimizer, tree["other"], grouped)
+
+
+def _check_tree(component: str, tree: Any) -> None:
+    if not isinstance(tree, dict) or not {"state", "other", "param_groups"} <= set(tree):
+        malformed(component, "an optimizer's tree lacks its parts")
+    if not (isinstance(tree["state"], dict) and isinstance(tree["other"], dict)):
+        malformed(component, "an optimizer's state is no dict")
+    groups = tree["param_groups"]
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        malformed(component, "an optimizer's groups are no list of dicts")
+    for group in groups:
+        names = group.get("params")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            malformed(component, "an optimizer's group names no parameters")
 
 
 def _compare_group(

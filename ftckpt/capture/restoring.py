@@ -188,7 +188,7 @@ def _merging(filling: Filling, component: Component, record: Any) -> Any:
 
 
 def _tree_of(component: Component, record: Any, filling: Filling) -> Any:
-    if not isinstance(record, dict) or set(record) < {"kind", "tree"}:
+    if not isinstance(record, dict) or not {"kind", "tree"} <= set(record):
         malformed(component.name, "no kind and tree")
     if record["kind"] != component.kind:
         filling.changed.append(f"{component.name}: saved as {record['kind']}, live is {component.kind}")

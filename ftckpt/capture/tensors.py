@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ftckpt.boxes import Box
 from ftckpt.leaf import ITEMSIZE_BYTES
+from ftckpt.memory import require_memory
 from ftckpt.values import refuse
 
 _AS_INTEGER: dict[int, torch.dtype] = {
@@ -80,8 +82,14 @@ def _why_not(tensor: torch.Tensor) -> str:
 
 
 def fresh_tensor(shape: Sequence[int], dtype: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Memory of its own for a tensor, not filled."""
+    """Memory of its own for a tensor, not filled.
+
+    Raises:
+        NotEnoughMemory: the host has less than that.
+    """
     assert dtype in ITEMSIZE_BYTES, dtype
+    if torch.device(device).type == "cpu":
+        require_memory(prod(shape) * ITEMSIZE_BYTES[dtype], f"a tensor of shape {tuple(shape)}")
     if dtype in _LACKING:
         integers = torch.empty(tuple(shape), dtype=_AS_INTEGER[ITEMSIZE_BYTES[dtype]], device=device)
         return integers.view(getattr(torch, dtype))

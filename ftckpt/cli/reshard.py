@@ -9,7 +9,7 @@ import typer
 from ftckpt.cli.common import print_json, print_table, size, table
 from ftckpt.plan.forecast import RankLoad, forecast
 from ftckpt.plan.restore import index_chunks
-from ftckpt.reader import DEFAULT, leaf_specs, read_fragments
+from ftckpt.reader import DEFAULT, leaf_specs, read_fragments, shared_out
 
 if TYPE_CHECKING:
     from ftckpt.run import Run
@@ -37,8 +37,7 @@ def reshard(run: Run, step: int | None, world: int, *, as_json: bool) -> None:
         leaves,
         index_chunks(fragments),
         world,
-        gap_bytes=DEFAULT.gap_bytes,
-        run_bytes=DEFAULT.run_bytes,
+        lambda fetches: shared_out(fetches, DEFAULT)[0],
     )
     owners = sorted({leaf.owner for leaf in leaves} - {""})
     if as_json:

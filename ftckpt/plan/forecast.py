@@ -7,13 +7,13 @@ its fragments; no chunk is read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ftckpt.boxes import Box, whole
 from ftckpt.leaf import LeafSpec
-from ftckpt.manifest import FragmentRef, fraction, may_hold
-from ftckpt.plan.restore import Saved, coalesce, plan_restore
+from ftckpt.manifest import FragmentRef
+from ftckpt.plan.restore import Fetch, Run, Saved, plan_restore, relevant
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,9 @@ def forecast(
     leaves: Collection[LeafSpec],
     index: Mapping[str, Sequence[Saved]],
     world: int,
-    *,
-    gap_bytes: int,
-    run_bytes: int,
+    join: Callable[[Sequence[Fetch]], Sequence[Run]],
 ) -> list[RankLoad]:
-    """The load of every rank of ``world``; requests are joined by the reader's ``gap_bytes`` and ``run_bytes``.
+    """The load of every rank of ``world``; ``join`` makes requests of what is to be fetched, as the reader does.
 
     ``leaves`` of single ranks (``PerRank``) are left out: who takes them over is the trainer's choice.
 
@@ -64,8 +62,8 @@ def forecast(
             for leaf in common
         ]
         fetches = plan_restore(wants, index)
-        runs = coalesce(fetches, gap_bytes, run_bytes)
-        near = [ref for ref in refs if _is_needed(ref, wants)]
+        runs = join(fetches)
+        near = relevant(refs, wants)
         loads.append(
             RankLoad(
                 rank=rank,
@@ -78,9 +76,3 @@ def forecast(
             )
         )
     return loads
-
-
-def _is_needed(ref: FragmentRef, wants: Sequence[tuple[LeafSpec, Box]]) -> bool:
-    return any(
-        may_hold(ref.ranges, leaf.name, *fraction(box, leaf.shape)) for leaf, box in wants if box.numel
-    )

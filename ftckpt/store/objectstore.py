@@ -33,6 +33,7 @@ from ftckpt.errors import (
     AlreadyExists,
     BucketNotFound,
     ObjectNotFound,
+    SettingsError,
     StoreError,
     StoreFull,
     StoreTimeout,
@@ -274,39 +275,65 @@ def s3(bucket: str, prefix: str, settings: S3Settings, http: HttpSettings) -> Ob
                 "expires_at": None,
             }
 
-    inner = S3Store(
-        bucket,
-        prefix=prefix or None,
-        config=config,  # type: ignore[arg-type]
-        client_options=_client(http, allow_http=settings.allow_http),
-        retry_config=_no_retries(),
-        credential_provider=provider,
+    uri = _address("s3", bucket, prefix)
+    inner = _made(
+        uri,
+        settings.secrets,
+        lambda: S3Store(
+            bucket,
+            prefix=prefix or None,
+            config=config,  # type: ignore[arg-type]
+            client_options=_client(http, allow_http=settings.allow_http),
+            retry_config=_no_retries(),
+            credential_provider=provider,
+        ),
     )
-    return ObjectStorage(
-        inner, _address("s3", bucket, prefix), where=settings.endpoint_url or "", secrets=settings.secrets
-    )
+    return ObjectStorage(inner, uri, where=settings.endpoint_url or "", secrets=settings.secrets)
 
 
 def google(bucket: str, prefix: str, config: dict[str, Any], http: HttpSettings) -> ObjectStorage:
-    inner = GCSStore(
-        bucket,
-        prefix=prefix or None,
-        config=config,  # type: ignore[arg-type]
-        client_options=_client(http, allow_http=False),
-        retry_config=_no_retries(),
+    uri = _address("gs", bucket, prefix)
+    inner = _made(
+        uri,
+        _texts(config),
+        lambda: GCSStore(
+            bucket,
+            prefix=prefix or None,
+            config=config,  # type: ignore[arg-type]
+            client_options=_client(http, allow_http=False),
+            retry_config=_no_retries(),
+        ),
     )
-    return ObjectStorage(inner, _address("gs", bucket, prefix), secrets=_texts(config))
+    return ObjectStorage(inner, uri, secrets=_texts(config))
 
 
 def azure(container: str, prefix: str, config: dict[str, Any], http: HttpSettings) -> ObjectStorage:
-    inner = AzureStore(
-        container,
-        prefix=prefix or None,
-        config=config,  # type: ignore[arg-type]
-        client_options=_client(http, allow_http=str(config.get("endpoint", "")).startswith("http://")),
-        retry_config=_no_retries(),
+    uri = _address("az", container, prefix)
+    inner = _made(
+        uri,
+        _texts(config),
+        lambda: AzureStore(
+            container,
+            prefix=prefix or None,
+            config=config,  # type: ignore[arg-type]
+            client_options=_client(http, allow_http=str(config.get("endpoint", "")).startswith("http://")),
+            retry_config=_no_retries(),
+        ),
     )
-    return ObjectStorage(inner, _address("az", container, prefix), secrets=_texts(config))
+    return ObjectStorage(inner, uri, secrets=_texts(config))
+
+
+def _made(uri: str, secrets: Sequence[str], make: Callable[[], T]) -> T:
+    """What ``make`` gives. What a client says of its own settings is told as ours."""
+    try:
+        return make()
+    except (BaseError, ValueError) as error:  # the latter of a character that no address has
+        failure = SettingsError(
+            f"{uri}: the store cannot be opened: {strike_out(_short(str(error)), secrets)}\n"
+            "  nothing was sent; check the store options and the environment",
+            uri=uri,
+        )
+    raise failure  # not chained: the original may quote a secret
 
 
 def memory(name: str) -> ObjectStorage:
