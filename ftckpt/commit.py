@@ -110,12 +110,16 @@ def abort(store: ObjectStore, at: Position, reason: str) -> tuple[Commit, Ref]:
     return create_commit(store, Commit(format=FORMAT, attempt=at.attempt, step=at.step, aborted=reason))
 
 
-def gather(store: ObjectStore, expected: Expected) -> dict[Writer, tuple[Fragment, FragmentRef]]:
+def gather(
+    store: ObjectStore, expected: Expected, mine: Fragment | None = None
+) -> dict[Writer, tuple[Fragment, FragmentRef]]:
     """The fragments of this save that are there now: of expected writers and of this quorum only.
 
-    A fragment that a dead life, another quorum or another parent wrote is not of this save.
+    A fragment that a dead life, another quorum or another parent wrote is not of this save. Bytes that
+    are those of ``mine`` need not be decoded.
     """
     found = {}
+    own = encode(mine) if mine is not None else b""
     for info in store.scan(layout.fragment_prefix(expected.at)):
         writer = layout.parse_writer(info.key)
         if writer not in expected.writers:
@@ -124,7 +128,7 @@ def gather(store: ObjectStore, expected: Expected) -> dict[Writer, tuple[Fragmen
             body = bytes(store.read(info.key))
         except ObjectNotFound:
             continue  # collected since the listing: somebody else settled the step
-        fragment = decode(Fragment, body, info.key)
+        fragment = mine if mine is not None and body == own else decode(Fragment, body, info.key)
         same = (
             fragment.attempt == expected.at.attempt
             and fragment.step == expected.at.step
@@ -289,7 +293,7 @@ def settle(
             now_s = clock.now_s()
             lost = gone()
             if now_s >= turn_s or now_s >= end_s or lost:
-                found = gather(store, expected)
+                found = gather(store, expected, mine)
                 missing = [writer for writer in expected.writers if writer not in found]
                 if not missing or any(fragment.failure for fragment, _ in found.values()):
                     created = create_commit(store, build(expected, found))

@@ -192,6 +192,14 @@ def _lower_container(value: Any, leaf: str, depth: int, inside: set[int]) -> Any
     if kind in _DICTS:
         flat: list[Any] = []
         for key, item in value.items():
+            if type(key) is str and key.isascii():  # the common cases, without a name in case of an error
+                item_kind = type(item)
+                if item_kind is TensorRef and item.name.isascii():
+                    flat += (key, _ext(_TENSOR, _encode(item.name)))
+                    continue
+                if item is None or item_kind is bool or item_kind is float:
+                    flat += (key, item)
+                    continue
             name = joined(leaf, key) if _is_simple_key(key) else f"{leaf}.(key {key!r:.60})"
             flat += (_lower(key, name, depth, inside), _lower(item, name, depth, inside))
         return _ext(_DICTS[kind], _encode(flat))

@@ -47,6 +47,8 @@ from ftckpt.manifest import (
     PackRef,
     Position,
     Ref,
+    digest_of,
+    encode,
 )
 from ftckpt.meter import STAGES, Meter, Stage
 from ftckpt.plan.restore import Link, Saved, index_chunks
@@ -85,16 +87,13 @@ class WriteSettings:
 def fitted(settings: WriteSettings, cores: int) -> WriteSettings:
     """The settings for a process that may use so many cores.
 
-    On two, one thread encodes and packs never grow: a save leaves a core to the trainer and takes 128 MiB
-    beside its bases. With more it takes up to half of them, and at most eight; packs may grow.
+    On few, one thread encodes and packs are half as large and never grow: a save leaves a core to the
+    trainer and takes 80 MiB beside its bases. With more it takes up to half of them, and at most eight.
     """
-    few = cores <= 4
-    return replace(
-        settings,
-        encode_threads=max(1, min(8, cores // 2)),
-        packs_in_flight=max(2, min(16, cores // 2)),
-        max_pack_bytes=settings.pack_bytes if few else settings.max_pack_bytes,
-    )
+    if cores < 4:
+        half = max(1, settings.pack_bytes // 2)
+        return replace(settings, encode_threads=1, packs_in_flight=3, pack_bytes=half, max_pack_bytes=half)
+    return replace(settings, encode_threads=min(8, cores // 2), packs_in_flight=max(3, min(16, cores // 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +291,7 @@ class SaveEngine:
             Rates(settings.encode_threads),
         )
         self._index: Mapping[str, Sequence[Saved]] | None = None
+        self._own: tuple[Ref, Fragment] | None = None
         self._updates: dict[str, int] = {}
         self._unsettled: Position | None = None
         self._diverged: Diverged | None = None
@@ -475,6 +475,8 @@ class SaveEngine:
         self._unsettled = None
         if not record.aborted:
             self._parent, self._index = ref, None
+            whole = fragment is not None and _all_of(record, fragment)
+            self._own = (ref, fragment) if fragment is not None and whole else None
         if cause is not None and not _names(record, self._me):
             raise _failed(expected.at, cause) from cause
         with meter.spent("settle"):
@@ -606,13 +608,18 @@ class SaveEngine:
         if self._index is None:
             index: Mapping[str, Sequence[Saved]] = {}
             if self._parent is not None and self._journal.holds(self._parent):
-                found = look_commit(self._ledger, self._parent)
-                fragments = read_fragments(self._ledger, found)
+                fragments = self._fragments_of(self._parent)
                 index = index_chunks(fragments)
                 self._learned.packs.clear()
                 self._learned.packs.update((pack.key, pack.digest) for f in fragments for pack in f.packs)
             self._index = index
         return self._index
+
+    def _fragments_of(self, parent: Ref) -> Sequence[Fragment]:
+        """Of a commit that is all this writer's own, from memory; of others, from the store."""
+        if self._own is not None and self._own[0] == parent:
+            return (self._own[1],)
+        return read_fragments(self._ledger, look_commit(self._ledger, parent))
 
 
 def _failed(at: Position, cause: BaseException) -> SaveFailed:
@@ -621,6 +628,11 @@ def _failed(at: Position, cause: BaseException) -> SaveFailed:
         "  earlier commits are intact; training may go on and the next save may succeed",
         step=at.step,
     )
+
+
+def _all_of(record: Commit, fragment: Fragment) -> bool:
+    """Whether a commit consists of this very fragment, so that nothing need be read to know it."""
+    return len(record.fragments) == 1 and record.fragments[0].digest == digest_of(encode(fragment))
 
 
 def _names(record: Commit, writer: Writer) -> bool:
@@ -764,27 +776,40 @@ def _known(keys: Sequence[Key], reusable: Mapping[str, Sequence[Saved]]) -> dict
     known = {}
     for number, key in enumerate(keys):
         name = key[0]
+        found = reusable.get(name, ())
+        if len(found) == 1:
+            if _key(found[0]) == key:
+                known[number] = found[0]
+            continue
         if name not in spans:
-            spans[name] = {
-                (name, s.box.offset, s.box.extent, s.chunk.start, s.chunk.stop): s
-                for s in reusable.get(name, ())
-            }
+            spans[name] = {_key(saved): saved for saved in found}
         saved = spans[name].get(key)
         if saved is not None:
             known[number] = saved
     return known
 
 
+_OF_MOMENTS = {"exp_avg": 0.1, "momentum_buffer": 0.1, "exp_avg_sq": 0.5, "max_exp_avg_sq": 0.5}
+"""What moments keep of the bits that weights of their size would: a step changes a tenth of the first, a
+thousandth of the second.
+"""
+
+
+def _key(saved: Saved) -> Key:
+    box, chunk = saved.box, saved.chunk
+    return saved.leaf, box.offset, box.extent, chunk.start, chunk.stop
+
+
 def _candidate(key: Key, holding: Holding) -> Candidate:
     """What a base of this chunk may be worth, before it was measured: a small step leaves most bits of
-    16-bit weights as they are, fewer of 32-bit ones, and fewest of an optimizer's moments.
+    16-bit weights as they are, fewer of 32-bit ones (masters too), and fewest of an optimizer's moments.
     """
     itemsize = holding.leaf.itemsize_bytes
     prior = {2: 0.6, 4: 0.3}.get(itemsize, 0.1)
     if holding.frozen or holding.leaf.kind == "value":
         prior = 0.0
     elif ".state." in holding.leaf.name:
-        prior /= 4
+        prior *= _OF_MOMENTS.get(holding.leaf.name.rsplit(".", 1)[-1].partition("@")[0], 1.0)
     return Candidate(key, (key[4] - key[3]) * itemsize, prior)
 
 
@@ -807,7 +832,7 @@ def _encode_all(
     meter: Meter,
     gate: Gate,
 ) -> Iterator[_Encoded | _Known]:
-    """Hash and encode every chunk, in task order, a few ahead of whoever consumes them."""
+    """Hash and encode every chunk, in task order; with several threads a few ahead of whoever consumes them."""
     chosen, bases, rates = settings.codec, learned.bases, learned.rates
     pays = rates.pays if chosen.name == "auto" else always
     bases.aim(
@@ -843,6 +868,10 @@ def _encode_all(
         built_on = saved if done.codec == codec.DELTA else None
         return _Encoded(number, raw, stored, done.codec, done.body, built_on, kept)
 
+    if settings.encode_threads == 1:  # on this thread: a chunk stays in one core's cache until it is packed
+        for numbers in _batches(snapshot):
+            yield from work(numbers)
+        return
     ahead: deque[Future[list[_Encoded | _Known]]] = deque()
     for numbers in _batches(snapshot):
         ahead.append(pool.submit(work, numbers))
@@ -900,6 +929,7 @@ class _Open:
     memory: npt.NDArray[np.uint8]
     view: memoryview
     size: int = 0
+    digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
 
 class _Packs:
@@ -972,6 +1002,7 @@ class _Packs:
             pack.view[offset : pack.size] = body
         else:
             np.copyto(pack.memory[offset : pack.size], np.frombuffer(body, np.uint8))
+        pack.digest.update(body)
         return pack.number, offset
 
     def _memory(self, need_bytes: int) -> npt.NDArray[np.uint8]:
@@ -991,7 +1022,7 @@ class _Packs:
     def _flush(self, base: bool) -> None:
         pack = self._open.pop(base)
         key = self._refs[pack.number].key
-        self._digests[key] = xxhash.xxh3_128_digest(pack.memory[: pack.size].data)
+        self._digests[key] = pack.digest.digest()
         self._refs[pack.number] = PackRef(key, pack.size, self._digests[key])
         for put in self._puts:
             if put.done():

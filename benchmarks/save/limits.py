@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.save.measure import Numbers, costs
 from benchmarks.save.places import Place
 from benchmarks.save.state import State, make_state
-from ftckpt.writer import WriteSettings
+from ftckpt.writer import WriteSettings, fitted
 
 
 def memcpy_s(state: State, into: np.ndarray) -> float:
@@ -32,35 +32,48 @@ def touched(size_bytes: int) -> np.ndarray:
 
 
 def raw_puts(place: Place, size_bytes: int) -> Numbers:
-    """The state's bytes through obstore, in bodies as large as our packs."""
+    """The state's bytes through obstore, in bodies as large as our packs, and in larger ones."""
     from ftckpt.store.opening import open_store
 
     store = open_store(place.uri, environ=place.environ)
-    return _best(size_bytes, (2, 4), lambda name, body: store.create(f"raw/{name}", body))
+    return _best(
+        size_bytes,
+        [_as_ours(), (32 << 20, 2), (32 << 20, 4)],
+        lambda name, body: store.create(f"raw/{name}", body),
+    )
 
 
 def raw_writes(place: Place, size_bytes: int) -> Numbers:
-    """The state's bytes into files as large as our packs, each synced, and their folder."""
+    """The state's bytes into files as large as our packs, and into larger ones, each synced, and their folder."""
     folder = Path(place.uri)
     folder.mkdir(parents=True)
-    numbers = _best(size_bytes, (1, 3), lambda name, body: _write(folder / name, body))
+    numbers = _best(
+        size_bytes, [_as_ours(), (32 << 20, 1), (32 << 20, 3)], lambda name, body: _write(folder / name, body)
+    )
     fd = os.open(folder, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
     return numbers
 
 
-def _best(size_bytes: int, in_flight: Sequence[int], send: Callable[[str, memoryview], None]) -> Numbers:
-    """All of the state's bytes, so many bodies at a time; of those the fastest."""
+def _as_ours() -> tuple[int, int]:
+    """The size of our packs on this machine, and how many are under way at a time."""
+    ours = fitted(WriteSettings(), len(os.sched_getaffinity(0)))
+    return ours.pack_bytes, ours.packs_in_flight
+
+
+def _best(
+    size_bytes: int, ways: Sequence[tuple[int, int]], send: Callable[[str, memoryview], None]
+) -> Numbers:
+    """All of the state's bytes, in bodies of one size, some of them at a time; the fastest way counts."""
     state = make_state(size_bytes)
     flat = touched(state.size_bytes)
     memcpy_s(state, flat)
-    pack = WriteSettings().pack_bytes
-    bodies = [flat[at : at + pack].data for at in range(0, flat.size, pack)]
     tries = []
-    for threads in in_flight:
+    for body_bytes, threads in ways:
+        bodies = [flat[at : at + body_bytes].data for at in range(0, flat.size, body_bytes)]
         with costs() as cost, ThreadPoolExecutor(threads) as pool:
-            names = [f"{threads}-{number}" for number in range(len(bodies))]
+            names = [f"{body_bytes}-{threads}-{number}" for number in range(len(bodies))]
             list(pool.map(send, names, bodies))
         tries.append(cost)
     best = min(tries, key=lambda cost: cost.seconds)

@@ -76,8 +76,9 @@ def view_module(component: str, module: nn.Module) -> ModuleView:
     state: Mapping[str, Any] = module.state_dict(keep_vars=True) if keeps else module.state_dict()
     entries = tuple(_entry(module, key, value) for key, value in state.items())
     parameters: dict[int, tuple[str, nn.Parameter]] = {}
+    paths = {entry.key: entry.path for entry in entries if entry.live}
     for key, parameter in module.named_parameters(remove_duplicate=False):
-        path, _, _ = _locate(module, key)
+        path = paths[key] if key in paths else _locate(module, key)[0]
         parameters.setdefault(id(parameter), (f"{component}.{path}", parameter))
     return ModuleView(component, module, entries, parameters)
 

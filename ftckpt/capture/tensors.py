@@ -64,7 +64,10 @@ def require_plain(tensor: torch.Tensor, leaf: str) -> torch.Tensor:
     why = _why_not(tensor)
     if why:
         refuse(tensor, leaf, why)
-    return tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        return plain.resolve_conj().resolve_neg()
+    return plain
 
 
 def _why_not(tensor: torch.Tensor) -> str:

@@ -164,6 +164,8 @@ class _Flattening:
         outer = (*outer, id(value))
         if kind in _DICTS:
             for key in value:
+                if type(key) is str and key.isascii():
+                    continue
                 values.check(key, leaf=f"{path}{within.suffix}.(key {key!r:.60})")
             return rebuilt_dict(
                 value, {k: self.walk(v, values.joined(path, k), own, within, outer) for k, v in value.items()}

@@ -48,7 +48,7 @@ class Codec:
     name: Literal["auto", "raw", "zstd", "planes", "delta"] = "auto"
     level: int = 1
     max_chain: int = 8
-    base_budget_bytes: int = 192 << 20
+    base_budget_bytes: int = 224 << 20
 
     def __post_init__(self) -> None:
         if self.name not in _NAMES:
@@ -99,6 +99,8 @@ def encode(
     sizes: dict[int, float] = {}
     bodies: dict[int, Buffer] = {}
     for number in _candidates(itemsize_bytes, codec, base):
+        if not pays(number, size, size):
+            continue  # whatever it saved: not worth a probe
         total = 0
         for start, stop in parts:
             piece = memoryview(raw)[start:stop]

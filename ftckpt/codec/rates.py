@@ -1,7 +1,8 @@
 """How fast this session encodes and how fast its store takes bytes, measured while it saves.
 
-Compressing pays when the store would need longer for the bytes it saves than the encode threads
-need to save them. Measures fade, so that a store that slows down is noticed within some packs.
+Encoding and putting go on side by side, so a save takes as long as the slower of the two: compressing
+pays while the encode threads together are faster than the store. Measures fade, so that a store that
+slows down is noticed within some packs.
 
 Before the first put has ended nobody knows. What is certain is that the store is no faster than the
 puts that are still under way; until there is one, bytes go out as they are, so that a fast store is not
@@ -16,6 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _FADE = 0.9
+_LEAST = 0.1
+"""What must be saved of a chunk to be worth the computing, however slow the store is."""
+
+_LEAD = 1.35
+"""By how much encoding must be faster than the store: the same threads read and pack chunks, too."""
+
 _ASSUMED_BYTES_S = 400e6
 """What one thread encodes a second, until that was measured."""
 
@@ -95,6 +102,6 @@ class Rates:
     def pays(self, codec: int, raw_bytes: int, saved_bytes: int) -> bool:
         """Whether saving these bytes is worth the computing."""
         put_bytes_s, encode_bytes_s = self.put_bytes_s, self.encode_bytes_s(codec) or _ASSUMED_BYTES_S
-        if put_bytes_s is None:
+        if put_bytes_s is None or saved_bytes < _LEAST * raw_bytes:
             return False
-        return saved_bytes / put_bytes_s > raw_bytes / encode_bytes_s / self._threads
+        return encode_bytes_s * self._threads > _LEAD * put_bytes_s

@@ -293,6 +293,12 @@ def test_compressing_pays_when_the_store_is_the_limit(put_bytes_s, encode_bytes_
     assert rates.pays(PLANES, 3000, 1000) is pays
 
 
+def test_less_than_a_tenth_is_not_worth_the_computing():
+    rates = measured(1, 1e6)
+
+    assert rates.pays(PLANES, 1000, 100) and not rates.pays(PLANES, 1000, 99)
+
+
 def test_auto_stores_raw_what_is_not_worth_the_time():
     values = bf16(weights(1 << 12))
 

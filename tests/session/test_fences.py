@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ftckpt
-from ftckpt.chaos.faults.store import Fault, FaultyStore, Run
+from ftckpt.chaos.faults.store import FaultyStore
 from ftckpt.errors import SaveAborted, SaveError, SaveFailed
 from ftckpt.events import Event
 from ftckpt.session import core
@@ -29,25 +29,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Gate:
-    """Holds the save engine back before it reads the first chunk: where it reads its parent."""
+    """Holds the save engine back before it reads the first chunk: asked by ``yield_to``."""
 
     def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
+        self.is_held = False
 
     def hold(self) -> None:
-        self._open.clear()
+        self.is_held = True
 
     def release(self) -> None:
-        self._open.set()
-
-    def fault(self) -> Fault:
-        return Fault(Run(self._pass), op="read", prefix="commits", times=10_000)
-
-    def _pass(self, call: object) -> None:
-        if threading.current_thread().name != "ftckpt-save":
-            return
-        assert self._open.wait(30), f"nobody released {call}"
+        self.is_held = False
 
 
 class Job:
@@ -69,9 +60,13 @@ class Job:
         self.gate = Gate()
         self.folder = folder
         self.events: list[Event] = []
-        self.store = FaultyStore(open_store(folder), [self.gate.fault()])
+        self.store = FaultyStore(open_store(folder))
         self.session = ftckpt.Session(
-            folder, self.state, store=self.store, events=self.events.append, **settings
+            folder,
+            self.state,
+            store=self.store,
+            events=self.events.append,
+            **({"yield_to": lambda: self.gate.is_held} | settings),
         )
 
     def step(self, optim: torch.optim.Optimizer | None = None) -> None:

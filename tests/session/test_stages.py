@@ -72,8 +72,9 @@ def test_a_boundary_says_in_which_stage_the_store_failed_a_save(tmp_path, prefix
 
 def test_a_save_that_cannot_learn_its_parent_failed_while_preparing(tmp_path):
     store, heard, toy = FaultyStore(open_store(tmp_path / "run")), Heard(), Toy()
+    with ftckpt.Session("ignored", toy.state, store=store, keep=None):
+        pass
     with ftckpt.Session("ignored", toy.state, store=store, keep=None, events=heard) as session:
-        wait_until(lambda: heard.named("save.committed"), 20, "step 0")
         store.plan = [Fault(FULL, op="read", prefix="commits/000000000000", nth=1)]
         with pytest.raises(SaveError):
             session.save(1).wait(20)
