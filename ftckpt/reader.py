@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event as Flag
 
@@ -360,9 +361,10 @@ def _read_span(store: ObjectStore, span: Span, first: int) -> _Part:
 
 
 def verify(item: Fetch, stored: Buffer, at: Position, bases: Sequence[Buffer] = ()) -> memoryview:
-    """The raw bytes of a chunk, proven against both digests, and those of every base it builds on.
+    """The raw bytes of a chunk, proven against both digests; what it builds on is proven as it is stored.
 
-    ``stored`` are its own stored bytes, ``bases`` those of its bases, nearest first.
+    ``stored`` are its own stored bytes, ``bases`` those of its bases, nearest first. When the result is
+    wrong, the chain is decoded link by link, to name the one that is broken.
 
     Raises:
         ChunkCorrupt: naming the leaf, the chunk, the pack (of the base, if that is what is broken) and
@@ -379,6 +381,12 @@ def verify(item: Fetch, stored: Buffer, at: Position, bases: Sequence[Buffer] = 
         if found != expected:
             zero = ", all zero: often a torn write below the store" if not any(body) else ""
             raise _corrupt(item, number, at, f"stored bytes{zero}", expected, found)
+    if bases:
+        stack = [(body, link.chunk.codec) for body, link in zip(bodies, links, strict=True)]
+        with suppress(ChunkCorrupt):
+            whole_chain = codec.decode_chain(stack, item.raw_bytes)
+            if xxhash.xxh3_128_digest(whole_chain) == chunk.raw:
+                return memoryview(whole_chain)
     raw: Buffer | None = None
     for number in reversed(range(len(links))):
         chunk = links[number].chunk

@@ -815,11 +815,14 @@ def _candidate(key: Key, holding: Holding) -> Candidate:
 
 def may_extend(chunk: ChunkRecord, max_chain: int) -> bool:
     """Whether a delta may build on this chunk. Chains end at lengths from half of ``max_chain`` up to
-    it, by the digest of what they began with, so that not all chunks are written whole in one save.
+    it, by the digest of what they began with, so that not all chunks are written whole in one save. They end
+    earlier where the deltas, one more of the last one's size included, would be larger than what they
+    began with: so a restore never reads more than about twice the bytes of one without deltas.
     """
-    anchor = (chunk, *chunk.chain)[-1]
+    *deltas, anchor = (chunk, *chunk.chain)
     limit = max_chain - anchor.raw[0] % (max_chain // 2 + 1)
-    return len(chunk.chain) < limit
+    delta_bytes = sum(link.size for link in deltas) + (chunk.size if deltas else 0)
+    return len(deltas) < limit and delta_bytes <= anchor.size
 
 
 def _encode_all(

@@ -58,7 +58,7 @@ def cases(size_bytes: int, *, quick: bool) -> Sequence[Case]:
             theirs = Saved("s3 s3torchconnector", "s3", peers.save_s3torchconnector, size_bytes)
             planned.append(Case("s3: s3torchconnector", theirs, peers.s3torchconnector))
         planned.append(Case(f"{where}: tensorstore zarr3", arrays, peers.tensorstore))
-    chain = Saved("folder chain", "folder", ours.save_chain, size_bytes)
+    chain = Saved("s3 chain", "s3", ours.save_chain, size_bytes)
     long = Saved("folder chain, all of it deltas", "folder", ours.save_long_chain, size_bytes // 4)
     large = Saved("s3 four times", "s3", ours.save, 4 * size_bytes)
     sliced = next(case.saved for case in planned if case.name == "folder: ftckpt, stored raw")

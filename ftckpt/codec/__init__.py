@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from ftckpt.codec.bases import Bases, Candidate
 from ftckpt.codec.choice import MAX_CHAIN, SMALLEST_PAYING_BYTES, Codec, Encoded, always, encode
-from ftckpt.codec.frames import CODECS, DELTA, PLANES, RAW, ZSTD, codec_name, decode
+from ftckpt.codec.frames import CODECS, DELTA, PLANES, RAW, ZSTD, codec_name, decode, decode_chain
 from ftckpt.codec.rates import Rates
 
 __all__ = [
@@ -34,5 +34,6 @@ __all__ = [
     "always",
     "codec_name",
     "decode",
+    "decode_chain",
     "encode",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ftckpt.codec import planes, zstd
@@ -44,6 +46,26 @@ def decode(stored: Buffer, codec: int, raw_bytes: int, base: Buffer | None = Non
         xor_into(np.frombuffer(raw, np.uint8), base)
         return raw
     raise ChunkCorrupt(f"ChunkCorrupt: codec {codec} is unknown; known are {sorted(CODECS)}")
+
+
+def decode_chain(links: Sequence[tuple[Buffer, int]], raw_bytes: int) -> Buffer:
+    """The raw bytes of a chunk whose bases are at hand: stored bytes and codec of it and of its bases, nearest
+    first; the last is whole. Only the result can be proven: what the bases decode to is never there.
+
+    Raises:
+        ChunkCorrupt: as ``decode``.
+    """
+    (body, number), deltas = links[-1], [body for body, _ in links[:-1]]
+    if all(codec == DELTA for _, codec in links[:-1]):
+        anchor = None if number == PLANES else decode(body, number, raw_bytes)
+        raw = planes.decode_sum([*deltas, body] if number == PLANES else deltas, raw_bytes, anchor)
+        if raw is not None:
+            return raw
+    base: Buffer | None = None
+    for body, number in reversed(links):
+        base = decode(body, number, raw_bytes, base)
+    assert base is not None
+    return base
 
 
 def xor_into(into: planes.Bytes, base: Buffer) -> None:

@@ -18,6 +18,7 @@ long as the pages take.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,47 @@ def decode(stored: Buffer, raw_bytes: int) -> memoryview:
     Raises:
         ChunkCorrupt: the bytes are no planes of ``raw_bytes`` bytes.
     """
+    view, heads, at = _heads(stored, raw_bytes)
+    result = np.empty(raw_bytes, np.uint8)
+    elements = result.reshape(-1, len(heads))
+    for k, (how, size) in enumerate(heads):
+        elements[:, k] = _decode_plane(how, view[at : at + size], raw_bytes // len(heads))
+        at += size
+    return result.data
+
+
+def decode_sum(stored: Sequence[Buffer], raw_bytes: int, base: Buffer | None = None) -> memoryview | None:
+    """The XOR of several chunks of planes, and of raw bytes, in one pass over their planes; ``None`` when they
+    have not all the same number of planes. Asks for about three times ``raw_bytes`` of memory at most.
+
+    Raises:
+        ChunkCorrupt: as ``decode``.
+    """
+    parsed = [_heads(body, raw_bytes) for body in stored]
+    counts = {len(heads) for _, heads, _ in parsed}
+    if len(counts) != 1:
+        return None
+    count = counts.pop()
+    result = np.empty(raw_bytes, np.uint8)
+    elements = result.reshape(-1, count)
+    raw = np.frombuffer(base, np.uint8).reshape(-1, count) if base is not None else None
+    starts = [at for _, _, at in parsed]
+    for k in range(count):
+        total = np.zeros(raw_bytes // count, np.uint8) if raw is None else np.ascontiguousarray(raw[:, k])
+        if raw is not None and count == 1:
+            total = total.copy()
+        for number, (view, heads, _) in enumerate(parsed):
+            how, size = heads[k]
+            plane = _decode_plane(how, view[starts[number] : starts[number] + size], total.size)
+            starts[number] += size
+            if not (isinstance(plane, int) and plane == 0):
+                np.bitwise_xor(total, np.uint8(plane) if isinstance(plane, int) else plane, out=total)
+        elements[:, k] = total
+    return result.data
+
+
+def _heads(stored: Buffer, raw_bytes: int) -> tuple[memoryview, list[tuple[int, int]], int]:
+    """The bytes, how each plane is stored and in how many of them, and where the first begins."""
     view = memoryview(stored)
     if not view or not 1 <= view[0] <= 16 or raw_bytes % view[0]:
         raise ChunkCorrupt("ChunkCorrupt: a chunk of byte planes has no valid head")
@@ -88,12 +130,7 @@ def decode(stored: Buffer, raw_bytes: int) -> memoryview:
         raise ChunkCorrupt(
             f"ChunkCorrupt: byte planes of {sum(size for _, size in heads)} bytes are in {len(view) - at}"
         )
-    result = np.empty(raw_bytes, np.uint8)
-    elements = result.reshape(-1, count)
-    for k, (how, size) in enumerate(heads):
-        elements[:, k] = _decode_plane(how, view[at : at + size], raw_bytes // count)
-        at += size
-    return result.data
+    return view, heads, at
 
 
 def _decode_plane(how: int, body: memoryview, size: int) -> Bytes | int:

@@ -35,7 +35,8 @@ def silent(_event: Event) -> None:
 class Policy:
     """Some bf16 weights, all of which change a little in every step."""
 
-    def __init__(self, rows: int = 256, columns: int = 96) -> None:
+    def __init__(self, rows: int = 256, columns: int = 96, above: float = 2.5) -> None:
+        self.above = above
         self.generator = torch.Generator().manual_seed(0)
         self.weight = torch.randn(rows, columns, generator=self.generator).mul(0.02).bfloat16()
         self.bias = torch.randn(8192, generator=self.generator).mul(0.02).bfloat16()
@@ -44,7 +45,7 @@ class Policy:
     def step(self) -> None:
         for part in (self.weight, self.bias):
             change = torch.randn(part.shape, generator=self.generator)
-            part.mul_(1 + 0.01 * (change > 1.5))
+            part.mul_(1 + 0.01 * (change > self.above))
 
     def copy(self) -> list[torch.Tensor]:
         return [self.weight.clone(), self.bias.clone()]
@@ -133,13 +134,38 @@ def test_chains_grow_up_to_eight_bases_and_no_save_writes_all_of_them_whole(long
 def test_no_chain_exceeds_its_bound_and_its_ends_are_spread(max_chain):
     lengths = []
     for first in range(256):
-        record = ChunkRecord(0, 1, bytes([first]) * 16, bytes(16), RAW, 0, 0, 1)
+        record = ChunkRecord(0, 1, bytes([first]) * 16, bytes(16), RAW, 0, 0, 100)
         while may_extend(record, max_chain):
-            record = msgspec.structs.replace(record, codec=DELTA, base=record)
+            record = msgspec.structs.replace(record, codec=DELTA, base=record, size=1)
         lengths.append(len(record.chain))
 
     assert max(lengths) == max_chain and min(lengths) == max_chain - max_chain // 2
     assert len(set(lengths)) == max_chain // 2 + 1
+
+
+@pytest.mark.parametrize("size, bases", [(10, 8), (20, 5), (40, 2), (60, 1), (100, 1)])
+def test_a_chain_ends_before_its_deltas_are_larger_than_what_they_began_with(size, bases):
+    """So reading it never costs more than about twice the bytes."""
+    record = ChunkRecord(0, 1, bytes(16), bytes(16), RAW, 0, 0, 100)
+
+    while may_extend(record, 8):
+        record = msgspec.structs.replace(record, codec=DELTA, base=record, size=size)
+
+    assert len(record.chain) == bases
+
+
+def test_large_deltas_make_short_chains_and_every_step_still_restores(tmp_path):
+    """A tenth of the weights changes at every step: no step takes more than twice the bytes of the first."""
+    _, seen = train(tmp_path / "run", 6, Policy(above=1.3))
+
+    def read_bytes(step: int) -> int:
+        return sum(
+            one.size + sum(base.size for base in one.chain) for _, _, one in chunks(tmp_path / "run", step)
+        )
+
+    for step, state in seen.items():
+        assert same(restored(tmp_path / "run", step), state)
+        assert read_bytes(step) <= 2.1 * read_bytes(0)
 
 
 def test_without_chains_every_chunk_is_whole(tmp_path):
