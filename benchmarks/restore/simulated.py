@@ -14,6 +14,7 @@ from statistics import median
 
 from benchmarks.save.measure import Numbers
 from benchmarks.save.places import Place
+from ftckpt.births import no_collecting
 from ftckpt.boxes import Box
 from ftckpt.layout import Writer, commit_key, fragment_key, pack_key
 from ftckpt.leaf import LeafSpec
@@ -109,7 +110,8 @@ def _plan_of(world: int, ranks: int) -> Numbers:
         got_s = time.process_time()
         relevant(commit.fragments, made.wants)
         chosen_s = time.process_time()
-        fetches = plan_restore(made.wants, index_chunks(fragments))
+        with no_collecting():  # as a restore does
+            fetches = plan_restore(made.wants, index_chunks(fragments))
         runs = coalesce(fetches, DEFAULT.gap_bytes, DEFAULT.run_bytes)
         end_s = time.process_time()
         plans_s.append(end_s - got_s)

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from ftckpt.errors import FtckptError, RunNotFound, in_words
@@ -231,8 +239,14 @@ class Bar:
 
 @contextmanager
 def bar(commits: int) -> Iterator[Bar]:
-    """A bar on stderr, if that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    """A bar and a rate on stderr, if that is a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(
         *columns, console=console(sys.stderr), transient=True, disable=not sys.stderr.isatty()
     ) as shown:

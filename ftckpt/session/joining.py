@@ -25,6 +25,7 @@ from ftckpt.policy import Ends
 from ftckpt.ranks import Ranks, tell, together
 from ftckpt.restoring import read_ref, restore_into
 from ftckpt.session.exactness import exactness
+from ftckpt.session.pacing import Pacing
 from ftckpt.session.settings import Members, Settings
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
@@ -147,6 +148,7 @@ class Joining:
             return None
         commit = read_ref(self.store, parent)
         near = [] if self.tier is None else [self.tier.store]
+        pacing = Pacing(commit.step, self.events)
         done = restore_into(
             NearestStore([*near, self.store], self.events),
             commit,
@@ -157,6 +159,7 @@ class Joining:
             asked=Asked(rename=self.settings.rename, idle=True),
             internal=INTERNAL,
             events=self.events,
+            progress=pacing,
         )
         values: Any = done.values.get(INTERNAL, {})
         internal: dict[str, Any] = values.get("tree", {})
@@ -173,6 +176,8 @@ class Joining:
                     "attempt": attempt,
                     "from_attempt": commit.attempt,
                     "bytes": done.fetched_bytes,
+                    "seconds": round(pacing.seconds, 3),
+                    "bytes_s": pacing.bytes_s,
                     "guarantee": guarantee,
                     "why": list(why),
                     "notes": list(done.notes),

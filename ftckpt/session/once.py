@@ -11,7 +11,9 @@ from ftckpt.errors import SettingsError
 from ftckpt.events import Events, to_logging
 from ftckpt.manifest import MAX_STEP
 from ftckpt.plan.asked import Rename, asked
+from ftckpt.reader import Progress
 from ftckpt.restoring import Restored, restore_into
+from ftckpt.session.pacing import Pacing
 from ftckpt.store import LocalStore, open_store
 from ftckpt.store.nearest import NearestStore
 
@@ -33,6 +35,7 @@ def restore(
     tiers: Sequence[str | os.PathLike[str]] = (),
     store_options: Mapping[str, object] | None = None,
     events: Events = to_logging,
+    progress: Progress | None = None,
 ) -> Restored:
     """Overwrite the components in ``state`` with those of a step, once; any subset of them.
 
@@ -58,6 +61,7 @@ def restore(
         tiers: folders to read from first.
         store_options: settings of the store.
         events: who hears of what differs; the standard logger ``ftckpt`` otherwise.
+        progress: told (bytes done, bytes in all) now and then; without one ``events`` are, every two seconds.
 
     Raises:
         RunNotFound, NoCommit, StepNotFound: nothing to restore. Nothing was changed.
@@ -76,4 +80,7 @@ def restore(
         near = [LocalStore(os.fspath(tier)) for tier in tiers if os.fspath(tier) != os.fspath(uri)]
         commit = Run(far).commit(None if step == "latest" else step)
         store = NearestStore([*near, far], events)
-        return restore_into(store, commit, state, subset=True, asked=wish, events=events)
+        pacing = progress or Pacing(commit.step, events)
+        return restore_into(
+            store, commit, state, subset=True, asked=wish, events=events, progress=pacing
+        )

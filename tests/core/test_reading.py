@@ -25,6 +25,7 @@ from ftckpt.manifest import SCALE, ChunkRecord, FragmentRef, LeafRange, Position
 from ftckpt.plan.assign import PARTS, SMALLEST_PART_BYTES, chunk_spans
 from ftckpt.plan.restore import Fetch, Placement, index_chunks, plan_restore, relevant
 from ftckpt.reader import ReadSettings, check_packs, fetch, read_fragments
+from ftckpt.session.pacing import Pacing
 from ftckpt.store import RetryStore, open_store
 from ftckpt.store.api import ByteRange
 from ftckpt.store.nearest import NearestStore
@@ -264,3 +265,33 @@ def test_eighths_of_several_tensors_are_fetched_by_one_request_where_they_lie_to
     assert sum(placed) == sum(tensor.numel() for tensor in tensors.values())
     assert store.gets <= 3
     assert store.packs_bytes <= 1.01 * sum(item.stored_bytes for item in fetches)
+
+
+# --- how far it is ------------------------------------------------------------------------------
+
+
+def test_a_restore_that_takes_long_says_how_far_it_is_and_how_fast():
+    heard: list[Event] = []
+    now = [0.0]
+    pacing = Pacing(7, heard.append, lambda: now[0])
+
+    for second, done in [(1, 100), (2, 250), (3, 300), (5, 500), (6, 600)]:
+        now[0] = float(second)
+        pacing(done, 600)
+
+    assert [event.fields for event in heard] == [
+        {"step": 7, "bytes": 250, "total_bytes": 600, "bytes_s": 125, "left_s": 2.8},
+        {"step": 7, "bytes": 500, "total_bytes": 600, "bytes_s": 100, "left_s": 1.0},
+    ]
+    assert (pacing.seconds, pacing.bytes_s) == (6.0, 100)
+
+
+def test_whoever_asks_for_progress_is_told_to_the_end(matrices):
+    folder, tensors = matrices
+    live = {"m": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}
+    told: list[tuple[int, int]] = []
+
+    ftckpt.restore(folder, live, progress=lambda *bytes_: told.append(bytes_))
+
+    assert told[-1][0] == told[-1][1] >= sum(tensor.nbytes for tensor in tensors.values())
+    assert all(torch.equal(live["m"][name], tensor) for name, tensor in tensors.items())
