@@ -81,6 +81,4 @@ def restore(
         commit = Run(far).commit(None if step == "latest" else step)
         store = NearestStore([*near, far], events)
         pacing = progress or Pacing(commit.step, events)
-        return restore_into(
-            store, commit, state, subset=True, asked=wish, events=events, progress=pacing
-        )
+        return restore_into(store, commit, state, subset=True, asked=wish, events=events, progress=pacing)
