@@ -12,11 +12,11 @@ from benchmarks.restore import simulated
 from benchmarks.restore.figures import figures
 from tests.cases.test_many_leaves import calls
 
-CASES = ["s3: raw GETs", "s3: ftckpt, stored raw", "folder: DCP", "an eighth along dim 0", "chain, all"]
+CASES = ["s3: raw GETs", "s3: ftckpt, stored raw", "an eighth along dim 0", "chain, all"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_quick_run_measures_every_case_that_was_asked_for(tmp_path):
     only = [word for name in CASES for word in ("--only", name)]
 
@@ -42,7 +42,7 @@ def test_a_quick_run_measures_every_case_that_was_asked_for(tmp_path):
     by_name = {figure["name"]: figure for figure in told["figures"]}
     assert by_name["S3, stored raw / raw GETs of the same bytes"]["measured"] > 0
     assert by_name["plan of a rank, beside its fetches"]["measured"] is None
-    assert "folder: DCP" in done.stdout
+    assert "s3: ftckpt, stored raw" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json"]
 
 
