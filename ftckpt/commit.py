@@ -159,16 +159,21 @@ def diverging(fragments: Iterable[Fragment]) -> list[str]:
 
 
 def uncovered(fragments: Iterable[Fragment]) -> list[str]:
-    """Names of leaves that the fragments do not tile: an element is missing, or held twice."""
+    """Names of leaves that the fragments do not tile: an element is missing, or held twice; or the leaf is
+    missing, which only some of the writers have.
+    """
     found: dict[str, set[_Spans]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    held: set[str] = set()
     for fragment in fragments:
+        held.update(replica.leaf for replica in fragment.replicas)
         for leaf in fragment.leaves:
             shapes[leaf.name] = leaf.shape
             spans = found.setdefault(leaf.name, set())
             for record in leaf.boxes:
                 spans.update((record.offset, record.extent, c.start, c.stop) for c in record.chunks)
-    return sorted(name for name, shape in shapes.items() if not _covered(shape, found[name]))
+    lacking = {name for name, shape in shapes.items() if not _covered(shape, found[name])}
+    return sorted(lacking | (held - shapes.keys()))
 
 
 _Spans = tuple[tuple[int, ...], tuple[int, ...], int, int]

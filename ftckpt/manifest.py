@@ -171,7 +171,7 @@ class PackRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ReplicaDigest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Digest of all bytes of a replicated leaf's box, as this writer holds them."""
+    """Digest of a replicated leaf's dtype and shape, and of all bytes of its box, as this writer holds them."""
 
     leaf: str
     offset: tuple[int, ...]

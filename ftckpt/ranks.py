@@ -50,6 +50,10 @@ class Ranks(Protocol):
         """Whether any rank posted it."""
         ...
 
+    def close(self) -> None:
+        """Nothing more is asked of it."""
+        ...
+
 
 class One:
     """A session of one rank."""
@@ -74,6 +78,9 @@ class One:
 
     def posted(self, note: str) -> bool:
         return note in self._notes
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
 
 class Gang:
@@ -108,6 +115,9 @@ class Gang:
 
     def posted(self, note: str) -> bool:
         return bool(self._store.check([f"note {note}"]))
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
 
 
 def ranks_here(world: int) -> Ranks:

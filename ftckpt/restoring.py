@@ -131,6 +131,7 @@ def restore_into(
     group: str = "g0",
     rank: int = 0,
     world: int = 1,
+    groups: int | None = 1,
     subset: bool = False,
     asked: Asked = EXACTLY,
     internal: str | None = None,
@@ -141,6 +142,7 @@ def restore_into(
     """Overwrite ``state`` with a commit. Blocks until every byte is in place. When something came about
     otherwise than it was saved, ``events`` hear of it as ``restore.differs``.
 
+    ``group``, ``rank`` of ``world`` and ``groups`` say who asks; ``groups=None``: how many there are is not known.
     ``internal`` names a component that belongs to the session: it is returned in ``values`` and not
     looked for in ``state``.
 
@@ -158,7 +160,15 @@ def restore_into(
     with no_collecting():
         named = relabel(trees, asked.rename, idle=asked.idle, untouched=GENERATORS)
         goal = target(
-            state, saved, named.trees, group=group, rank=rank, world=world, subset=subset, asked=asked
+            state,
+            saved,
+            named.trees,
+            group=group,
+            rank=rank,
+            world=world,
+            groups=groups,
+            subset=subset,
+            asked=asked,
         )
         wants = [(want.leaf, want.box) for want in goal.wants]
         fetches = plan_restore(wants, index_chunks(fragments, {leaf.name for leaf, _ in wants}))

@@ -356,12 +356,16 @@ class Run:
         events: Events = to_logging,
     ) -> Restored:
         """Overwrite the components given in ``state``; see ``ftckpt.restore``."""
-        from ftckpt.restoring import restore_into
+        from ftckpt.jointly import restore_chosen
 
         wish = asked(only=only, rename=rename, dtype=dtype, strict=strict)
-        commit = self.commit(step)
-        return restore_into(
-            self._store, commit, state, subset=True, asked=wish, settings=self._settings, events=events
+        return restore_chosen(
+            self._store,
+            lambda: self.commit(step),
+            state,
+            asked=wish,
+            settings=self._settings,
+            events=events,
         )
 
 

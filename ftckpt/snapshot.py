@@ -303,10 +303,11 @@ def _shared(leaf: LiveLeaf, holders: int) -> bool:
 
 
 def _replica(leaf: LiveLeaf, parts: Iterable[Buffer]) -> ReplicaDigest:
-    digest = xxhash.xxh3_128()
+    spec, box = leaf.holding.leaf, leaf.holding.box
+    digest = xxhash.xxh3_128(f"{spec.kind} {spec.dtype} {spec.shape} {box.extent}".encode())
     for part in parts:
         digest.update(part)
-    return ReplicaDigest(leaf.holding.leaf.name, leaf.holding.box.offset, digest.digest())
+    return ReplicaDigest(spec.name, box.offset, digest.digest())
 
 
 # --- live ----------------------------------------------------------------------------------------

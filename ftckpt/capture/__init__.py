@@ -7,6 +7,7 @@ and, once a reader has filled them with ``place``, ``Target.finish`` does the re
 
 from __future__ import annotations
 
+from ftckpt.capture.components import has_shards, module_names
 from ftckpt.capture.fences import Fences
 from ftckpt.capture.marks import Frozen, OnResize, PerRank
 from ftckpt.capture.omissions import left_out, left_out_now
@@ -23,6 +24,8 @@ __all__ = [
     "OnResize",
     "LiveLeaf",
     "capture",
+    "has_shards",
+    "module_names",
     "left_out",
     "left_out_now",
     "Want",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections import deque
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,9 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ftckpt import values
 from ftckpt.capture import rng
-from ftckpt.capture.marks import Frozen, PerRank
+from ftckpt.capture.marks import Frozen, PerRank, unmarked
 from ftckpt.capture.modules import ModuleView, view_module
 from ftckpt.capture.optimizers import ParameterNames, is_plain_optimizer, owned_ids
+from ftckpt.capture.parts import is_dtensor
+from ftckpt.capture.tree import LiveLeaf
 from ftckpt.errors import UnsupportedValue
 
 Kind = Literal["module", "optimizer", "scheduler", "object", "tree"]
@@ -103,3 +106,38 @@ def kind_of(value: object) -> Kind:
         return "scheduler"
     has_both = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
     return "object" if has_both and not isinstance(value, type) else "tree"
+
+
+def module_names(state: Mapping[str, object], leaves: Iterable[LiveLeaf]) -> frozenset[str]:
+    """The names of the tensors among ``leaves``, captured from ``state``, that modules of it hold."""
+    modules = {
+        values.path_part(key) for key, value in state.items() if isinstance(unmarked(value), nn.Module)
+    }
+    names = (leaf.holding.leaf.name for leaf in leaves if leaf.holding.leaf.kind == "tensor")
+    return frozenset(name for name in names if name.partition("@")[0].partition(".")[0] in modules)
+
+
+def has_shards(state: Mapping[str, object]) -> bool:
+    """Whether other ranks hold parts of it: a DTensor is among its modules, optimizers or nested values."""
+    return _has_shards(state.values(), set())
+
+
+def _has_shards(found: Iterable[object], seen: set[int]) -> bool:
+    for value in map(unmarked, found):
+        if is_dtensor(value):
+            return True
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        inner: Iterable[object] = ()
+        if isinstance(value, nn.Module):
+            inner = [*value.parameters(), *value.buffers()]
+        elif isinstance(value, torch.optim.Optimizer):
+            inner = [parameter for group in value.param_groups for parameter in group["params"]]
+        elif isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, (list, tuple, deque)):
+            inner = value
+        if _has_shards(inner, seen):
+            return True
+    return False

@@ -24,6 +24,8 @@ from ftckpt.values import TensorRef
 
 _KEPT_LIVE = frozenset({"params", "param_names"})
 """Entries of a group that a restore leaves alone: the live parameters and their order."""
+_SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"})
+"""Entries that schedules add to groups."""
 
 
 class ParameterNames:
@@ -95,7 +97,8 @@ def capture_optimizer(
         else:
             path = values.joined(f"{component}.other", key)
             other[key] = flatten(draft, component, path, value, within)
-    return {"state": state, "other": other, "param_groups": groups}
+    ordered = dict(sorted(state.items()))  # which parameter was trained first is nobody's business
+    return {"state": ordered, "other": other, "param_groups": groups}
 
 
 def fill_optimizer(
@@ -109,13 +112,16 @@ def fill_optimizer(
             f"{component}.param_groups: {len(saved_groups)} saved, {len(optimizer.param_groups)} live"
         )
         return
+    live_names = [names.group(component, optimizer, index) for index in range(len(saved_groups))]
+    if filling.takes(f"{component}.param_groups"):
+        _compare_groups(filling, component, [group["params"] for group in saved_groups], live_names)
+    known = {name for group in saved_groups for name in group["params"]}
     for index, (saved, group) in enumerate(zip(saved_groups, optimizer.param_groups, strict=True)):
-        live_names = names.group(component, optimizer, index)
         if filling.takes(f"{component}.param_groups.{index}"):
-            _compare_group(filling, component, index, saved["params"], live_names)
+            path = f"{component}.param_groups.{index}"
+            _compare_settings(filling, path, saved, group, optimizer.defaults)
             _fill_group(filling, component, index, saved, group)
-        known = set(saved["params"])
-        for name, parameter in zip(live_names, group["params"], strict=True):
+        for name, parameter in zip(live_names[index], group["params"], strict=True):
             if name in known and _may_have(filling, component, name, parameter):
                 _fill_state(filling, component, optimizer, parameter, name, tree["state"].get(name), saved)
     grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -137,13 +143,33 @@ def _check_tree(component: str, tree: Any) -> None:
             malformed(component, "an optimizer's group names no parameters")
 
 
-def _compare_group(
-    filling: Filling, component: str, index: int, saved: Sequence[str], live: Sequence[str]
+def _compare_groups(
+    filling: Filling, component: str, saved: Sequence[Sequence[str]], live: Sequence[Sequence[str]]
 ) -> None:
-    path = f"{component}.param_groups.{index}"
-    saved_set, live_set = set(saved), set(live)
-    filling.lacks([f"{path}: {name}" for name in live if name not in saved_set], "begins anew")
-    filling.leaves([f"{path}: {name}" for name in saved if name not in live_set])
+    """State goes by name wherever its parameter is; settings and schedules go by the number of a group."""
+    path = f"{component}.param_groups"
+    saved_at, live_at = _group_of(saved), _group_of(live)
+    missing = [f"{path}.{index}: {name}" for name, index in live_at.items() if name not in saved_at]
+    extra = [f"{path}.{index}: {name}" for name, index in saved_at.items() if name not in live_at]
+    moved = [
+        f"{name} was in group {saved_at[name]} when saved and is in group {index} here"
+        for name, index in live_at.items()
+        if saved_at.get(name, index) != index
+    ]
+    if moved and sorted(map(sorted, saved)) == sorted(map(sorted, live)):
+        order = ", ".join(str(saved_at[group[0]]) if group else "an empty one" for group in live)
+        filling.changed.append(
+            f"{path}: the saved groups in another order: here they are {order}; give the optimizer its groups "
+            "in the order in which they were saved, or their settings and schedules would change places"
+        )
+    elif filling.strict:
+        filling.changed += [f"{path}: {line}" for line in moved]
+    else:
+        filling.notes += [
+            f"{path}: {line}; its state is kept, its settings are that group's" for line in moved
+        ]
+    filling.lacks(missing, "begins anew")
+    filling.leaves(extra)
 
 
 def _may_have(filling: Filling, component: str, name: str, parameter: torch.Tensor) -> bool:
@@ -159,6 +185,25 @@ def _may_have(filling: Filling, component: str, name: str, parameter: torch.Tens
         return True
     filling.notes.append(f"begins anew, as its parameter has another shape: {component}.state.{name}")
     return False
+
+
+def _compare_settings(
+    filling: Filling,
+    path: str,
+    saved: Mapping[str, Any],
+    live: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+) -> None:
+    """Settings that only one side has may come and go with versions; on both sides they are of another class."""
+    foreign = sorted(set(saved) - set(live) - _KEPT_LIVE - _SCHEDULED)
+    lacking = sorted(set(defaults) - set(saved))
+    if foreign and lacking:
+        line = f"{path}: saved by another kind of optimizer: with {', '.join(foreign)}, without {', '.join(lacking)}"
+        (filling.changed if filling.strict else filling.notes).append(line)
+
+
+def _group_of(groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    return {name: index for index, names in enumerate(groups) for name in names}
 
 
 def _fill_group(

@@ -83,6 +83,7 @@ def target(
     subset: bool = False,
     asked: Asked = EXACTLY,
     rng: bool | None = None,
+    groups: int | None = None,
 ) -> Target:
     """Compare a live state with a saved one and say what has to be read where.
 
@@ -90,7 +91,8 @@ def target(
     of ``PerRank`` values those of all owners (``name@group.rank``). Tensors may be taken from any
     mesh to any other. ``subset``: components that are saved but not live are left out in silence,
     and generators are left alone unless ``rng=True``. ``asked``: what may differ, and what is wanted;
-    renames were applied before.
+    renames were applied before. ``groups``: how many replica groups restore, where that is known, so that the
+    ``PerRank`` state of one that is gone is not passed over.
 
     Call it on every rank, on the trainer's thread. Changes nothing live, except that FSDP2 modules go
     back to their shards and objects are asked for their ``state_dict()``.
@@ -101,7 +103,7 @@ def target(
     """
     where = Where(group, rank, world)
     seen = survey(state)
-    filling = Filling(where, saved, trees, asked.strict, asked=asked)
+    filling = Filling(where, saved, trees, asked.strict, groups, asked=asked)
     names = {key.partition("@")[0] for key in trees}
     stored = {name for name in names if "." not in name} - {generators.COMPONENT}
     _compare(filling, {c.name for c in seen.components}, stored, subset=subset)

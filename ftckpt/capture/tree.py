@@ -225,6 +225,7 @@ class Filling:
     saved: Mapping[str, LeafSpec]
     trees: Mapping[str, Any]
     strict: bool = True
+    groups: int | None = None
     wants: list[Want] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
@@ -490,20 +491,26 @@ def own_tree(
 ) -> Any:
     """The tree that this very rank saved for a ``PerRank`` value.
 
-    When other ranks saved it, follows the mark's policy: notes it as resized, notes that it is left
-    alone, or has the value merge what all of them saved. Then it gives ``NOT_OURS``.
+    When other ranks saved it, or groups saved it of which there are fewer now, follows the mark's policy:
+    notes it as resized, notes that it is left alone, or has the value merge what all of them saved. Then
+    it gives ``NOT_OURS``. What may be begun anew is taken whenever this rank has its own.
     """
-    where, owners = filling.where, filling.owners(path)
+    where, owners = filling.where, dict(sorted(filling.owners(path).items(), key=_rank_order))
     saved_by = {owner.rpartition(".")[2] for owner in owners if owner.rpartition(".")[0] == where.group}
-    if saved_by == {str(rank) for rank in where.ranks}:
+    groups = {owner.rpartition(".")[0] for owner in owners}
+    all_here = filling.groups is None or len(groups) <= filling.groups or mark.on_resize == "reseed"
+    if saved_by == {str(rank) for rank in where.ranks} and all_here:
         return owners[where.owner]
-    found = f"{path}: saved by {', '.join(sorted(owners)) or 'nobody'}; asked for by {where.owner} of {where.world}"
+    found = (
+        f"{path}: saved by {', '.join(owners) or 'nobody'}; asked for by {where.owner} of {where.world}"
+        f"{'' if filling.groups is None else f' in {filling.groups} groups'}"
+    )
     if mark.on_resize == "error":
         filling.resized.append(found)
     elif mark.on_resize == "reseed":
         filling.notes.append(f"not restored, because the ranks differ: {found}")
     else:
-        states = {owner: inflate(tree) for owner, tree in sorted(owners.items())}
+        states = {owner: inflate(tree) for owner, tree in owners.items()}
         filling.notes.append(f"merged by its own reshard(), because the ranks differ: {found}")
         filling.then(
             OBJECTS,
@@ -511,6 +518,11 @@ def own_tree(
             lambda: mark.value.reshard(states, group=where.group, rank=where.rank, world=where.world),
         )
     return NOT_OURS
+
+
+def _rank_order(item: tuple[str, object]) -> tuple[str, int, str]:
+    group, _, rank = item[0].rpartition(".")
+    return (group, int(rank) if rank.isdecimal() else 0, rank)
 
 
 def fresh_plain(spec: LeafSpec, live: object, _key: object) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from ftckpt.begin import OnEmpty
 from ftckpt.births import no_collecting
 from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
-from ftckpt.capture import Fences, LiveLeaf, capture, left_out, left_out_now
+from ftckpt.capture import Fences, LiveLeaf, capture, left_out, left_out_now, module_names
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Codec
 from ftckpt.colocation import Gate, HostBudget
@@ -30,6 +30,7 @@ from ftckpt.errors import (
     SaveError,
     SaveFailed,
     SettingsError,
+    StateMismatch,
     TooManyFailedSaves,
     first_line,
 )
@@ -73,6 +74,8 @@ class _Progress:
     rng_restored: bool = True
     membership: Membership | None = None
     owed: bool = False
+    looked: bool = False
+    modules: frozenset[str] = frozenset()
 
 
 class Session:
@@ -231,9 +234,11 @@ class Session:
         next is the boundary, where due saves begin and what failed in the background is heard of.
         Leaving the loop normally saves the last step and waits for it.
 
-        Raises at a boundary: ``Fenced``, ``TooManyFailedSaves``, and on the last ``SaveError``.
+        Raises before the first: ``StateMismatch``, when modules were wrapped or changed since the session was
+        entered. After it: ``UnsupportedValue``, when what the optimizers began to hold cannot be saved. At a
+        boundary: ``Fenced``, ``TooManyFailedSaves``, and on the last ``SaveError``.
         """
-        self._inside()
+        self._check_modules()
         while self.finished_step < until:
             step = self.finished_step + 1
             self._inside().pace.step_begins(under_way=self._under_way())
@@ -242,9 +247,37 @@ class Session:
             passed = self._group.last_vote if self._group else True
             if passed:
                 self._finish(self.finished_step if self._group else step)
+                self._look_once()
             if self._boundary():
                 break
         self._save_last()
+
+    def _look(self, ranks: Ranks) -> frozenset[str]:
+        """Look at the whole state as a save would, which refuses what cannot be saved. The names of what its
+        modules hold.
+        """
+        leaves = capture(self.state, group=self._launch.group, rank=ranks.rank, world=ranks.world)
+        return module_names(self.state, leaves)
+
+    def _look_once(self) -> None:
+        """After a first step, when optimizers have their state: it is refused now, not at a far first save."""
+        if not self._at.looked:
+            self._at.looked = True
+            self._look(self._inside().ranks)
+
+    def _check_modules(self) -> None:
+        """Before training: what was restored is what will be trained, not something wrapped around it since."""
+        before, now = self._at.modules, self._look(self._inside().ranks)
+        if before != now:
+            new, gone = sorted(now - before), sorted(before - now)
+            raise StateMismatch(
+                "StateMismatch: the modules of the state are not what they were when the session was entered\n"
+                f"  new since: {', '.join(new[:12]) or 'nothing'}; gone: {', '.join(gone[:12]) or 'nothing'}\n"
+                "  what was restored may not be what would be trained; nothing was saved of it\n"
+                "  wrap, add adapters and tie before the session is entered",
+                new=tuple(new),
+                gone=tuple(gone),
+            )
 
     def save(self, step: int | None = None) -> SaveHandle:
         """Begin a save of the state as it is now; returns without waiting for the store.
@@ -301,7 +334,7 @@ class Session:
         ranks = ranks_here(self._launch.world)
         agree(ranks, self._shared_settings())
         with together(ranks, "looking at the state"):
-            capture(self.state, group=self._launch.group, rank=ranks.rank, world=ranks.world)
+            self._at.modules = self._look(ranks)
         with together(ranks, "opening the store"):
             store = self._open_store()
             address = nearest(self._tiers, self._uri, self._launch.tier)
@@ -332,7 +365,7 @@ class Session:
         found = joining.find_attempt()
         restored: Restored | None = None
         with together(ranks, "restoring"):
-            restored = joining.restore(self.state, found.attempt)
+            restored = joining.restore(self.state, found)
         if restored is not None:
             commit = self._at.restored = restored.commit
             self._at.finished = self._at.saved = commit.step

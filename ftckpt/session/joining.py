@@ -19,7 +19,7 @@ from ftckpt.elastic.launch import Launch
 from ftckpt.errors import ObjectNotFound, SettingsError
 from ftckpt.events import Event, Events
 from ftckpt.lineage import trained
-from ftckpt.manifest import Commit, Ref
+from ftckpt.manifest import Commit, Ref, Start
 from ftckpt.plan.asked import Asked
 from ftckpt.policy import Ends
 from ftckpt.ranks import Ranks, tell, together
@@ -38,11 +38,14 @@ INTERNAL = "ftckpt"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The attempt of this job. ``fresh``: this life of the group was there when it began."""
+    """The attempt of this job. ``fresh``: this life of the group was there when it began. ``nonce``: what rank
+    0 finds in its start, where other ranks have to find the same.
+    """
 
     attempt: int
     incarnation: str
     fresh: bool = True
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,11 @@ class Joining:
         told: Mapping[str, object] = {}
         with together(self.ranks, "beginning the attempt"):
             if self.ranks.rank == 0:
-                told = {"attempt": self._given() or self._claim(), "incarnation": uuid.uuid4().hex}
+                attempt = self._given() or self._claim()
+                nonce = self._start(attempt).nonce if self.ranks.world > 1 else ""
+                told = {"attempt": attempt, "incarnation": uuid.uuid4().hex, "nonce": nonce}
         told = tell(self.ranks, told)
-        return Found(int(str(told["attempt"])), str(told["incarnation"]))
+        return Found(int(str(told["attempt"])), str(told["incarnation"]), nonce=str(told["nonce"]))
 
     def _ask_peers(self, group: Members) -> Found:
         """Schedule 14 of the protocol: an attempt that anybody carries is gone on with. Only where
@@ -132,21 +137,16 @@ class Joining:
                     found = Ends(*trained(look(self.store).view, attempt))
         return found
 
-    def restore(self, state: Mapping[str, object], attempt: int) -> Restored | None:
+    def restore(self, state: Mapping[str, object], found: Found) -> Restored | None:
         """Overwrite ``state`` with exactly what this attempt's start names; ``None``: it begins from
         nothing, and nothing was changed.
         """
-        try:
-            parent = read_start(self.store, attempt).parent
-        except ObjectNotFound as error:
-            raise SettingsError(
-                f"SettingsError: attempt {attempt} of {self.store.uri} was claimed but never began\n"
-                "  nothing was changed; start the job with `ftckpt run` or `ftckpt resume`",
-                attempt=attempt,
-            ) from error
+        attempt, start = found.attempt, self._start(found.attempt, found.nonce)
+        parent = start.parent
         if parent is None:
             return None
         commit = read_ref(self.store, parent)
+        groups_known = self.group is None or self.launch.attempt is not None
         near = [] if self.tier is None else [self.tier.store]
         pacing = Pacing(commit.step, self.events)
         done = restore_into(
@@ -157,6 +157,7 @@ class Joining:
             rank=self.ranks.rank,
             world=self.ranks.world,
             asked=Asked(rename=self.settings.rename, idle=True),
+            groups=start.groups if groups_known else None,
             internal=INTERNAL,
             events=self.events,
             progress=pacing,
@@ -185,6 +186,31 @@ class Joining:
             )
         )
         return Restored(parent, commit, done.rng_restored)
+
+    def _start(self, attempt: int, nonce: str = "") -> Start:
+        """The start of this attempt; with ``nonce``, the very one that rank 0 sees."""
+        try:
+            start = read_start(self.store, attempt)
+        except ObjectNotFound as error:
+            if nonce:
+                raise self._other_store(attempt) from error
+            raise SettingsError(
+                f"SettingsError: attempt {attempt} of {self.store.uri} was claimed but never began\n"
+                "  nothing was changed; start the job with `ftckpt run` or `ftckpt resume`",
+                attempt=attempt,
+            ) from error
+        if nonce and start.nonce != nonce:
+            raise self._other_store(attempt)
+        return start
+
+    def _other_store(self, attempt: int) -> SettingsError:
+        return SettingsError(
+            f"SettingsError: rank {self.ranks.rank} does not find at {self.store.uri} what rank 0 sees there\n"
+            "  nothing was restored or saved. Every rank needs the same store: a folder must be one that all "
+            "machines share, not a disk of each; or use a bucket",
+            attempt=attempt,
+            rank=self.ranks.rank,
+        )
 
 
 def _check_address(store: ObjectStore, launch: Launch) -> None:

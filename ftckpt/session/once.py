@@ -9,10 +9,11 @@ from typing import Literal
 
 from ftckpt.errors import SettingsError
 from ftckpt.events import Events, to_logging
+from ftckpt.jointly import restore_chosen
 from ftckpt.manifest import MAX_STEP
 from ftckpt.plan.asked import Rename, asked
 from ftckpt.reader import Progress
-from ftckpt.restoring import Restored, restore_into
+from ftckpt.restoring import Restored
 from ftckpt.session.pacing import Pacing
 from ftckpt.store import LocalStore, open_store
 from ftckpt.store.nearest import NearestStore
@@ -39,8 +40,9 @@ def restore(
 ) -> Restored:
     """Overwrite the components in ``state`` with those of a step, once; any subset of them.
 
-    Blocks until it is done. Other components of the step are left alone, and so is the run. What a folder
-    of ``tiers`` has, at the right digest, is read from there; which step it is, the run says.
+    Blocks until it is done. Where ``state`` holds DTensors, all ranks call it and get the same step. Other
+    components of the step are left alone, and so is the run. What a folder of ``tiers`` has, at the right
+    digest, is read from there; which step it is, the run says.
 
     Everything has to be what it was when it was saved, unless one of these asks for something else. What
     came about otherwise is in the result, and told as the event ``restore.differs``; nothing is printed.
@@ -78,7 +80,11 @@ def restore(
         far = open_store(uri, options=store_options, allow_unconditional=True)
         stack.callback(far.close)
         near = [LocalStore(os.fspath(tier)) for tier in tiers if os.fspath(tier) != os.fspath(uri)]
-        commit = Run(far).commit(None if step == "latest" else step)
-        store = NearestStore([*near, far], events)
-        pacing = progress or Pacing(commit.step, events)
-        return restore_into(store, commit, state, subset=True, asked=wish, events=events, progress=pacing)
+        return restore_chosen(
+            NearestStore([*near, far], events),
+            lambda: Run(far).commit(None if step == "latest" else step),
+            state,
+            asked=wish,
+            events=events,
+            progress=lambda commit: progress or Pacing(commit.step, events),
+        )

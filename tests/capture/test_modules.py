@@ -87,6 +87,7 @@ def one_rank():
 
 @pytest.mark.parametrize("wrap", WRAPPED)
 def test_names_are_free_of_wrappers_and_load_both_ways(wrap):
+    """F6"""
     original = randomised(WRAPPED[wrap]())
     bare = Net()
 
@@ -111,6 +112,7 @@ def test_names_are_free_of_wrappers_and_load_both_ways(wrap):
     ids=["built", "to", "deepcopy", "loaded"],
 )
 def test_a_tied_weight_is_saved_once_and_stays_tied(variant):
+    """E8"""
     saved = save({"net": variant(randomised(Net()))}, rng=False)
     live = Net()
 
@@ -121,6 +123,8 @@ def test_a_tied_weight_is_saved_once_and_stays_tied(variant):
 
 
 def test_three_names_for_one_parameter_load_strictly():
+    """E10"""
+
     class Three(nn.Module):
         def __init__(self):
             super().__init__()
@@ -136,6 +140,8 @@ def test_three_names_for_one_parameter_load_strictly():
 
 
 def test_a_tie_that_was_not_saved_is_refused():
+    """E8, E10"""
+
     class Two(nn.Module):
         def __init__(self, tie):
             super().__init__()
@@ -233,6 +239,8 @@ def test_what_a_module_makes_up_goes_back_through_load_state_dict():
 
 
 def test_missing_extra_and_reshaped_leaves_are_all_named_at_once():
+    """F, F10"""
+
     class Other(nn.Module):
         def __init__(self):
             super().__init__()

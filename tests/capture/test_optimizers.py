@@ -102,6 +102,7 @@ def test_names_are_those_of_parameters_and_never_positions():
 
 
 def test_parameters_in_another_order_find_their_own_state():
+    """F: items follow names, not positions."""
     straight = build(OPTIMIZERS["adamw"])
     live = build(lambda m: AdamW(list(m.parameters())[::-1], lr=0.1))
     for number in range(2):
@@ -142,6 +143,7 @@ def test_a_parameter_of_no_captured_module_is_refused_by_group_index_and_shape()
 
 
 def test_an_empty_group_keeps_all_its_settings():
+    """F1"""
     make = lambda m: AdamW([{"params": m.parameters()}, {"params": [], "lr": 0.5, "betas": (0.1, 0.2)}])
     straight = build(make)
     live = build(lambda m: AdamW([{"params": m.parameters()}, {"params": []}], lr=7.0))
@@ -155,6 +157,7 @@ def test_an_empty_group_keeps_all_its_settings():
 
 
 def test_another_number_of_groups_is_refused():
+    """F10"""
     straight = build(OPTIMIZERS["groups"])
     live = build(OPTIMIZERS["adamw"])
 
@@ -163,6 +166,7 @@ def test_another_number_of_groups_is_refused():
 
 
 def test_moments_of_frozen_parameters_are_kept_and_never_trained_ones_stay_absent():
+    """F3"""
     straight, live = build(OPTIMIZERS["adamw"]), build(OPTIMIZERS["adamw"])
     straight["actor"][2].requires_grad_(False)
     step(straight, 0)
@@ -193,6 +197,8 @@ def test_stale_live_state_goes_when_the_save_has_none():
 
 
 def test_moments_keep_their_dtype_whatever_the_dtype_of_the_parameters():
+    """E7, E11"""
+
     def make(model):
         optim = AdamW(model.parameters(), lr=0.1)
         for parameter in model.parameters():
@@ -226,6 +232,7 @@ def test_live_moments_of_another_dtype_are_refused():
 
 
 def test_a_moment_that_is_not_in_the_checkpoint_is_named():
+    """F2"""
     straight, live = build(OPTIMIZERS["adamw"]), build(OPTIMIZERS["adamw"])
     step(straight, 0)
     saved = [p for p in save(straight) if p.leaf.name != "optim.state.actor.0.bias.exp_avg"]
@@ -237,6 +244,7 @@ def test_a_moment_that_is_not_in_the_checkpoint_is_named():
 
 
 def test_a_parameter_that_is_new_begins_anew_only_when_asked():
+    """F2"""
     straight = build(lambda m: AdamW(list(m.parameters())[:2]))
     live = build(OPTIMIZERS["adamw"])
     step(straight, 0)
@@ -261,6 +269,8 @@ def test_a_setting_that_only_the_live_group_has_stays():
 
 
 def test_tied_weights_and_their_optimizer_go_on_as_the_uninterrupted_run():
+    """E9"""
+
     def make():
         class Tied(nn.Module):
             def __init__(self):
@@ -319,6 +329,7 @@ class Masters(SGD):
 
 
 def test_an_optimizer_with_its_own_state_dict_is_asked_for_it():
+    """E11"""
     straight = build(lambda m: Masters(m.parameters()), torch.bfloat16)
     live = build(lambda m: Masters(m.parameters()), torch.bfloat16)
     straight["optim"].masters[0].add_(1e-7)

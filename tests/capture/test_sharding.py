@@ -85,11 +85,13 @@ def judge(folder: Path, ranks: int) -> Saved:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", range(5))
 def test_two_way_sharding_of_uneven_tensors_gives_boxes_that_tile_them(gang, number):
+    """G1"""
     judge(gang[0] / f"boxes{number}", 4)
 
 
 @pytest.mark.timeout(120)
 def test_what_is_not_what_its_placements_say_is_refused_by_name(gang):
+    """G2"""
     printed = gang[1]
 
     assert all("uneven: t.w: cannot save t.w: this rank's part is" in out for out in printed[:2])
@@ -108,6 +110,7 @@ def test_what_is_not_what_its_placements_say_is_refused_by_name(gang):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("rows", [16, 6])
 def test_tensor_parallel_and_fsdp_together_keep_their_rows_in_order(gang, rows, when):
+    """G3"""
     saved = pieces(gang[0] / f"tp{rows}{when}", 4)
 
     found, expected = whole_tensors(saved), full(gang[0] / f"tp{rows}{when}")
@@ -135,6 +138,7 @@ def test_a_sharded_model_and_its_optimizer_are_saved_whole(gang, ranks):
 @pytest.mark.parametrize("to", [1, 2, 3, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_any_number_of_ranks_restores_what_any_other_saved(gang, ranks, to):
+    """G4, G7"""
     before = whole_tensors(pieces(gang[0] / f"fsdp{ranks}", ranks))
 
     after = whole_tensors(judge(gang[0] / f"fsdp{ranks}to{to}", to))

@@ -26,6 +26,7 @@ def random_bits(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7)])
 @pytest.mark.parametrize("dtype", ITEMSIZE_BYTES)
 def test_every_dtype_and_shape_keeps_its_bits(dtype, shape):
+    """E6, E7: also without a dimension, and without an element."""
     original = random_bits(shape, dtype)
     live = {"w": random_bits(shape, dtype), "nested": {"list": [random_bits(shape, dtype)]}}
     saved = save({"w": original, "nested": {"list": [original]}})
@@ -51,6 +52,7 @@ def test_every_dtype_and_shape_keeps_its_bits(dtype, shape):
     ids=["t", "permute", "stride", "gaps", "offset", "expand", "channels_last"],
 )
 def test_views_of_any_strides_are_saved_as_their_values_and_filled_in_place(view, dtype):
+    """E5: strides are those of the live tensor, whatever the saved one had."""
     original = view(random_bits((6, 4), dtype))
     live = view(random_bits((6, 4), dtype))
     state = {"w": live}
@@ -63,6 +65,7 @@ def test_views_of_any_strides_are_saved_as_their_values_and_filled_in_place(view
 
 
 def test_lazy_conjugates_and_negatives_become_their_true_values():
+    """E1"""
     z = torch.randn(3, 3, dtype=torch.complex64)
     state = {
         "z": z,
@@ -82,6 +85,7 @@ def test_lazy_conjugates_and_negatives_become_their_true_values():
 
 
 def test_live_views_that_overlap_are_given_memory_of_their_own():
+    """E1: a tensor and views of its bytes in other dtypes."""
     z = torch.randn(3, dtype=torch.complex64)
     saved = save({"s": {"z": z, "conj": z.conj(), "real": z.real + 1}})
     into = torch.zeros(3, dtype=torch.complex64)
@@ -128,6 +132,7 @@ def quantized() -> torch.Tensor:
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about its prototypes
 def test_tensors_that_cannot_come_back_are_refused_by_full_name(make, why):
+    """E3, E4"""
     with pytest.raises(UnsupportedValue, match=why) as refused:
         capture({"buffer": {"seen": [1, make()]}})
 
@@ -136,6 +141,7 @@ def test_tensors_that_cannot_come_back_are_refused_by_full_name(make, why):
 
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32])
 def test_another_dtype_is_refused_and_nothing_is_changed(other):
+    """E2"""
     saved = save({"w": torch.ones(3)})
     live = {"w": torch.zeros(3, dtype=other)}
 

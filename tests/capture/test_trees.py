@@ -55,6 +55,7 @@ states = st.recursive(
 @settings(max_examples=60)
 @given(states, states)
 def test_any_state_comes_back_whatever_was_live_before(value, before):
+    """F4, F5, F8"""
     live = {"x": {"v": before}}
     try:
         restore(save({"x": {"v": value}}), live)
@@ -74,6 +75,7 @@ def test_a_component_of_any_kind_comes_back_into_an_empty_place(value):
 
 
 def test_lists_and_dicts_whose_size_changed_equal_what_was_saved():
+    """F4"""
     live = {"t": {"log": [], "d": {"x": 1}}}
     outer, log, inner = live["t"], live["t"]["log"], live["t"]["d"]
 
@@ -84,6 +86,7 @@ def test_lists_and_dicts_whose_size_changed_equal_what_was_saved():
 
 
 def test_plain_values_next_to_tensors_are_restored_with_their_types():
+    """F5"""
     saved = save(
         {"t": {"w": torch.ones(2), "epoch": 20, "name": "y", "flag": True, "none": None, "t": (1, [2])}}
     )
@@ -145,6 +148,7 @@ CLASHING = {
 
 
 def test_keys_that_look_like_each_other_or_like_names_never_collide():
+    """F8"""
     clashing = {
         "t": CLASHING,
         "t.a": {"b": torch.tensor(17)},
@@ -162,6 +166,7 @@ def test_keys_that_look_like_each_other_or_like_names_never_collide():
 
 
 def test_a_key_of_true_is_not_the_key_one():
+    """F8"""
     live = {"t": {1: torch.tensor(0)}}
 
     restore(save({"t": {True: torch.tensor(5)}}), live)
@@ -194,6 +199,7 @@ class Unknown:
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_its_full_name(state, leaf):
+    """E4"""
     with pytest.raises(UnsupportedValue) as refused:
         capture(state)
 
@@ -346,6 +352,7 @@ def per_rank_state(rank: int) -> dict:
 
 
 def test_each_rank_gets_back_what_it_saved():
+    """G5"""
     saved = [piece for rank in range(2) for piece in save(per_rank_state(rank), rank=rank, world=2)]
     live = per_rank_state(9)
 
@@ -363,6 +370,7 @@ def test_each_rank_gets_back_what_it_saved():
 
 @pytest.mark.parametrize("rank, world, group", [(0, 1, "g0"), (0, 3, "g0"), (0, 2, "g1")])
 def test_per_rank_state_on_other_ranks_is_refused_before_anything_is_touched(rank, world, group):
+    """G5, G6"""
     saved = [piece for rank in range(2) for piece in save(per_rank_state(rank), rank=rank, world=2)]
     live = per_rank_state(9)
 
@@ -380,6 +388,7 @@ class Merging(Buffer):
 
 
 def test_per_rank_state_on_other_ranks_is_merged_by_the_value_itself_when_asked():
+    """G6"""
     saved = [
         piece
         for rank in range(2)
@@ -397,6 +406,7 @@ def test_per_rank_state_on_other_ranks_is_merged_by_the_value_itself_when_asked(
 
 
 def test_per_rank_state_on_other_ranks_is_left_alone_when_asked_and_said_so():
+    """G6"""
     saved = [piece for rank in range(2) for piece in save({"l": PerRank(5)}, rank=rank, world=2)]
     live = {"l": PerRank(9, on_resize="reseed")}
 
@@ -404,6 +414,44 @@ def test_per_rank_state_on_other_ranks_is_left_alone_when_asked_and_said_so():
 
     assert live["l"].value == 9
     assert any("not restored" in note and "l:" in note for note in aim.notes)
+
+
+def test_state_of_a_group_that_is_gone_is_not_passed_over():
+    """G6: two groups saved, one restores: refused, merged, or, where it may begin anew, its own is taken."""
+    saved = [
+        piece
+        for group, position in (("g0", 5), ("g1", 6))
+        for piece in save({"l": PerRank(Buffer(position=position, seen=1))}, group=group)
+    ]
+    plain, merging = {"l": PerRank(Buffer())}, {"l": PerRank(Merging(), on_resize="merge")}
+    begins_anew = {"l": PerRank(Buffer(), on_resize="reseed")}
+
+    with pytest.raises(
+        WorldSizeMismatch, match=r"l: saved by g0\.0, g1\.0; asked for by g0\.0 of 1 in 1 groups"
+    ):
+        restore(saved, plain, groups=1)
+    for groups, live in ((2, plain), (None, {"l": PerRank(Buffer())}), (1, begins_anew)):
+        restore(saved, live, groups=groups)
+        assert live["l"].value.content["position"] == 5
+    restore(saved, merging, groups=1)
+    assert merging["l"].value.content["position"] == [5, 6]
+
+
+def test_states_are_merged_in_the_order_of_their_ranks():
+    """G6: ten comes after nine."""
+
+    class Ordered(Merging):
+        def reshard(self, states, *, group, rank, world):
+            self.content = list(states)
+
+    saved = [
+        piece for rank in range(11) for piece in save({"l": PerRank(Buffer(at=rank))}, rank=rank, world=11)
+    ]
+    live = {"l": PerRank(Ordered(), on_resize="merge")}
+
+    restore(saved, live)
+
+    assert live["l"].value.content == [f"g0.{rank}" for rank in range(11)]
 
 
 def test_a_policy_without_meaning_is_refused():

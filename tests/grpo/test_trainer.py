@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+import ftckpt
 from ftckpt.capture import Frozen
+from ftckpt.events import silent
 from ftckpt.integrations.grpo import GRPOConfig, GRPOTrainer
 from ftckpt.integrations.grpo.adapter import adapter
 from ftckpt.integrations.grpo.digest import digests
@@ -212,6 +214,36 @@ def test_what_wrap_asks_is_answered(build):
     assert adapter.settings(trainer)["replica_group"] is trainer.group
     assert adapter.settings(lonely) == {"save_every": 20, "keep": 3, "run_seed": 0, "derives_seeds": True}
     assert list(trainer.steps(until=10)) == [8, 9, 10] and trainer.restored == "step 7"
+
+
+def structure(trainer):
+    """Classes, dtypes, what is trained, hooks and groups: everything of a model but its numbers."""
+    found = []
+    for name, component in adapter.state(trainer).items():
+        module = component.value if isinstance(component, Frozen) else component
+        if isinstance(module, torch.nn.Module):
+            found += [(name, at, type(one), len(one._forward_hooks)) for at, one in module.named_modules()]
+            found += [(name, at, p.dtype, p.shape, p.requires_grad) for at, p in module.named_parameters()]
+        elif isinstance(module, torch.optim.Optimizer):
+            found += [
+                (name, type(module), {**group, "params": len(group["params"])})
+                for group in module.param_groups
+            ]
+        else:
+            found.append((name, type(module)))
+    return found
+
+
+def test_a_resume_builds_what_the_first_start_built(build, tmp_path):
+    """F10"""
+    structures = []
+    for restored in (None, 0):
+        trainer = build()
+        with ftckpt.wrap(trainer, tmp_path, events=silent) as session:
+            assert (session.restored and session.restored.step) == restored
+            structures.append(structure(trainer))
+
+    assert structures[0] == structures[1]
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,13 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import ftckpt
 from ftckpt.elastic.launch import Launch
-from ftckpt.errors import FtckptError, UnsupportedValue, WorldSizeMismatch
+from ftckpt.errors import Diverged, FtckptError, SaveError, StepNotFound, UnsupportedValue, WorldSizeMismatch
 from ftckpt.events import silent
 
 RANK = int(os.environ["RANK"])
@@ -52,6 +54,7 @@ def job(world: int) -> Iterator[bool]:
     if inside:
         dist.barrier()
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it keeps meshes, and they the names of groups that are no more
     if LINK.add(f"left{number}", 1) == 4:
         LINK.set(f"over{number}", "")
     LINK.wait([f"over{number}"])
@@ -72,79 +75,120 @@ def restored(name: str, state: dict, world: int, **options) -> None:
         assert running.restored is not None and running.restored.step == 1
 
 
-# --- a model whose sizes nothing divides, and an optimizer with two groups ------------------------
+# --- a model whose sizes nothing divides, an optimizer with two groups, and what goes with them --------
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 5)
-        self.block = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5))
+        self.block = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 5))
         self.norm = nn.LayerNorm(5)
         self.head = nn.Linear(5, 1)
+        self.spare = nn.Linear(5, 2).requires_grad_(False)
         self.register_buffer("seen", torch.tensor(0))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.block(self.embed(tokens)))).square().sum()
 
 
-def build(kind: str, world: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """``kind``: plain, ddp or fsdp. A seed fills it with other numbers."""
+@dataclass
+class Job:
+    """What is trained: ``spare`` never is, and so has no state in the optimizer."""
+
+    model: nn.Module
+    optim: torch.optim.Optimizer
+    sched: torch.optim.lr_scheduler.LRScheduler
+    buffer: dict
+
+    @property
+    def bare(self) -> nn.Module:
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    @property
+    def state(self) -> dict:
+        return {"actor": self.model, "optim": self.optim, "sched": self.sched, "buffer": self.buffer}
+
+
+def build(kind: str, world: int, seed: int) -> Job:
+    """A job of that layout. A seed fills it with other numbers."""
     torch.manual_seed(seed)
-    model = Model()
-    wrapped: nn.Module = model
-    if kind == "fsdp":
-        mesh = DeviceMesh("cpu", torch.arange(world))
-        fully_shard(model.block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    if kind == "ddp":
-        wrapped = DistributedDataParallel(model)
+    model = lay_out(kind, world, Model())
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}]
-    return wrapped, torch.optim.AdamW(groups, lr=0.01)
+    optim = torch.optim.AdamW(groups, lr=0.01, foreach=False)
+    sched = torch.optim.lr_scheduler.LambdaLR(optim, lambda n: 1 / (1 + n))
+    return Job(model, optim, sched, {"rewards": torch.full((3,), float(seed)), "log": [seed], "n": seed})
 
 
-def bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
+def lay_out(kind: str, world: int, model: nn.Module) -> nn.Module:
+    plan = {"block.0": ColwiseParallel(), "block.1": RowwiseParallel()}
+    line = DeviceMesh("cpu", torch.arange(world))
+    match kind:
+        case "ddp":
+            return DistributedDataParallel(model)
+        case "fsdp":
+            shard(model, line)
+        case "tp":
+            parallelize_module(model, line, plan)
+        case "hsdp":
+            shard(model, init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+        case "dp_tp" | "fsdp_tp":
+            mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+            parallelize_module(model, mesh["tp"], plan)
+            if kind == "fsdp_tp":
+                shard(model, mesh["dp"])
+    return model
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model.block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def full_state(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, put together by torch; and the groups by the names in them."""
+def full_state(job: Job) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, put together by torch; and the rest as tensors too."""
     found = {}
     names = {}
-    for name, parameter in bare(model).named_parameters():
+    for name, parameter in job.bare.named_parameters():
         names[parameter] = name
         found[name] = full(parameter)
-        for key, value in optim.state.get(parameter, {}).items():
+        for key, value in job.optim.state.get(parameter, {}).items():
             found[f"{name}.{key}"] = full(value)
-    found["seen"] = bare(model).seen.clone()
-    for number, group in enumerate(optim.param_groups):
+    found["seen"] = job.bare.seen.clone()
+    for number, group in enumerate(job.optim.param_groups):
         for parameter in group["params"]:
             found[f"{names[parameter]}.group"] = torch.tensor([number, group["lr"], group["weight_decay"]])
+    found["sched"] = torch.tensor([job.sched.last_epoch, *job.sched.base_lrs])
+    found["buffer"] = torch.tensor([*job.buffer["rewards"].tolist(), *job.buffer["log"], job.buffer["n"]])
     return found
 
 
-def step_once(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+def step_once(job: Job) -> None:
     """A step on one batch, the same on every rank."""
-    model(torch.arange(7)).backward()
-    optim.step()
-    optim.zero_grad()
-    bare(model).seen += 1
+    job.model(torch.arange(7)).backward()
+    job.optim.step()
+    job.sched.step()
+    job.optim.zero_grad()
+    job.bare.seen += 1
+    job.buffer["rewards"] += 0.5
+    job.buffer["log"].append(int(job.bare.seen))
 
 
-def step_with_same_gradient(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+def step_with_same_gradient(job: Job) -> None:
     """A step whose gradient is given, so that it is the same for any number of ranks."""
-    for number, parameter in enumerate(bare(model).parameters()):
+    for number, parameter in enumerate(job.bare.parameters()):
         whole = torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) / (number + 1)
         if isinstance(parameter, DTensor):
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.grad = whole
-    optim.step()
+    job.optim.step()
+    job.sched.step()
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what: str) -> None:
@@ -158,39 +202,55 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what: 
 
 # --- the cases: each saves in one job and is restored in others -----------------------------------
 
-KINDS = [("plain", 1), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("ddp", 3)]
+OLD = [("plain", 1), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("ddp", 3)]
+NEW = [("tp", 2), ("hsdp", 4), ("dp_tp", 4), ("fsdp_tp", 4)]
+KINDS = OLD + NEW
 WANTED: dict[str, dict[str, torch.Tensor]] = {}
 """What rank 0 saw when it saved, by case."""
 
 
 def save_model(kind: str, world: int) -> None:
-    model, optim = build(kind, world, seed=1)
-    step_once(model, optim)
-    step_once(model, optim)
+    job = build(kind, world, seed=1)
+    step_once(job)
+    step_once(job)
     name = f"{kind}{world}"
-    WANTED[name] = full_state(model, optim)
-    save(name, {"actor": model, "optim": optim}, world)
-    step_once(model, optim)
-    WANTED[f"{name} trained on"] = full_state(model, optim)
+    WANTED[name] = full_state(job)
+    save(name, job.state, world)
+    step_once(job)
+    WANTED[f"{name} trained on"] = full_state(job)
 
 
 def load_models(kind: str, world: int) -> None:
-    """Every saved kind and world size, restored here. Nothing depends on what was live before."""
+    """Every saved layout, restored here. Nothing depends on what was live before."""
     for old, old_world in KINDS:
         saved, here = f"{old}{old_world}", f"{kind}{world}"
-        model, optim = build(kind, world, seed=2)
+        job = build(kind, world, seed=2)
         if old_world % 2:  # a live optimizer that has moments of its own, and one without
-            step_once(model, optim)
-        restored(saved, {"actor": model, "optim": optim}, world)
-        check(full_state(model, optim), saved, f"{saved} to {here}")
+            step_once(job)
+        restored(saved, job.state, world)
+        check(full_state(job), saved, f"{saved} to {here}")
         if saved == here:
-            step_once(model, optim)
-            check(full_state(model, optim), f"{saved} trained on", f"next step of {saved}")
+            step_once(job)
+            check(full_state(job), f"{saved} trained on", f"next step of {saved}")
         else:
-            step_with_same_gradient(model, optim)
-            found = full_state(model, optim)
+            step_with_same_gradient(job)
+            found = full_state(job)
             WANTED.setdefault(f"{saved} stepped", found)
             check(found, f"{saved} stepped", f"next step after {saved} to {here}")
+
+
+def load_once(world: int) -> None:
+    """``ftckpt.restore`` on all ranks of a sharded state: one step for all, refused for all."""
+    kind = "fsdp" if world > 1 else "plain"
+    job = build(kind, world, seed=2)
+    commit = ftckpt.restore(FOLDER / "fsdp_tp4", {"actor": job.model, "optim": job.optim})
+    assert commit.step == 1
+    found = {name: full(parameter) for name, parameter in job.bare.named_parameters()}
+    if RANK == 0:
+        same(found, {name: WANTED["fsdp_tp4"][name] for name in found}, "once")
+    with raises(StepNotFound, "step 7"):
+        ftckpt.restore(FOLDER / "fsdp_tp4", {"actor": job.model}, step=7)
+    print(f"ok once on {world}", flush=True)
 
 
 def check(found: dict[str, torch.Tensor], wanted: str, case: str) -> None:
@@ -329,6 +389,119 @@ def load_per_rank(world: int) -> None:
     print(f"ok own refused on {world}", flush=True)
 
 
+class Loader:
+    """The samples that are left to this rank, dealt out anew when the number of ranks changes."""
+
+    def __init__(self, ids: Sequence[int] = (), epoch: int = 0) -> None:
+        self.ids, self.epoch = torch.tensor(list(ids)), epoch
+
+    def state_dict(self) -> dict:
+        return {"ids": self.ids, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.ids, self.epoch = state["ids"], state["epoch"]
+
+    def reshard(self, states, *, group: str, rank: int, world: int) -> None:
+        assert group == "g0" and list(states) == [f"g0.{old}" for old in range(len(states))]
+        (self.epoch,) = {state["epoch"] for state in states.values()}
+        left = torch.cat([state["ids"] for state in states.values()]).sort().values
+        self.ids = left[rank::world]
+
+
+def loader_state(loader: Loader, on_resize: str) -> dict:
+    return {"w": torch.zeros(3), "data": {"loader": 1}, "loader": ftckpt.PerRank(loader, on_resize)}
+
+
+def save_loader(world: int) -> None:
+    """G6: every rank has another number of samples left."""
+    ids = range(100 * RANK, 100 * RANK + 5 + RANK)
+    save(f"loader{world}", loader_state(Loader(ids, epoch=3), "error"), world)
+
+
+def load_loader(saved: int, world: int) -> None:
+    mine = Loader([-1])
+    if world != saved:
+        with raises(WorldSizeMismatch, r"loader: saved by g0\.0, .*or 'reseed'"):
+            restored(f"loader{saved}", loader_state(mine, "error"), world)
+        assert mine.ids.tolist() == [-1]
+        heard: list = []
+        restored(f"loader{saved}", loader_state(mine, "reseed"), world, events=heard.append)
+        assert mine.ids.tolist() == [-1] and "not restored, because the ranks differ" in str(heard)
+    restored(f"loader{saved}", loader_state(mine, "merge"), world)
+    assert mine.epoch == 3
+    everybodys: list = [None] * world
+    dist.all_gather_object(everybodys, mine.ids.tolist())
+    all_ids = [one for rank in range(saved) for one in range(100 * rank, 100 * rank + 5 + rank)]
+    assert sorted(itertools.chain(*everybodys)) == all_ids, everybodys
+    if RANK == 0:
+        print(f"ok G6 {saved} to {world}", flush=True)
+
+
+def undeclared(world: int) -> None:
+    """G5, G8: what differs between ranks and is not declared so is refused at the save, by name."""
+    drifted = torch.ones(6)
+    drifted.view(torch.uint8)[5] ^= RANK  # one bit, on rank 1
+    for case, odd in {
+        "list": {"items": list(range(1 + 4 * RANK))},
+        "number": {"n": 0.5 + RANK},
+        "bit": {"w": drifted},
+        "shape": {"w": torch.ones(2, 3) if RANK else torch.ones(3, 2)},
+        "name": {"w": torch.ones(2)} | ({"more": torch.ones(2)} if RANK else {}),
+        "mark": {"p": ftckpt.PerRank([1]) if RANK else [1]},
+    }.items():
+        with (
+            raises(Diverged, r"odd.*PerRank"),
+            session(f"odd {case}", {"w": torch.ones(2), "odd": odd}, world),
+        ):
+            pass
+        print(f"ok undeclared {case}", flush=True)
+    marked = ftckpt.PerRank([1]) if RANK else [1]
+    with raises(SaveError, "do not cover odd"), session("odd component", {"odd": marked}, world):
+        pass
+    print("ok undeclared component", flush=True)
+    declared = {"items": ftckpt.PerRank(list(range(1 + 4 * RANK))), "w": ftckpt.PerRank(drifted)}
+    save("declared", declared, world)
+    live = {"items": ftckpt.PerRank([]), "w": ftckpt.PerRank(torch.zeros(6))}
+    restored("declared", live, world)
+    assert live["items"].value == list(range(1 + 4 * RANK))
+    same({"w": live["w"].value}, {"w": drifted}, "declared")
+    print("ok declared", flush=True)
+
+
+def drifting(world: int) -> None:
+    """G8: replicas of a shard, and what tensor parallelism left whole, that differ in one bit."""
+    for kind, name in (("hsdp", "block.0.weight"), ("fsdp_tp", "norm.weight"), ("tp", "embed.weight")):
+        job = build(kind, world, seed=1)
+        parameter = job.bare.get_parameter(name)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if RANK == 2:
+            local.detach().reshape(-1).view(torch.int32)[0] ^= 1
+        with raises(Diverged, rf"actor\.{name}"), session(f"drift {kind}", job.state, world):
+            pass
+        print(f"ok G8 {kind}", flush=True)
+
+
+SCALARS = [torch.tensor(1.5), torch.tensor(-7), torch.tensor(True), torch.tensor(0.1, dtype=torch.bfloat16)]
+
+
+def scalars(world: int, fill: bool) -> dict:
+    """E6: tensors of no dimension, plain and on a mesh."""
+    mesh = DeviceMesh("cpu", torch.arange(world))
+    plain = [one.clone() if fill else torch.zeros_like(one) for one in SCALARS]
+    placed = [DTensor.from_local(one.clone(), mesh, [Replicate()], run_check=False) for one in plain]
+    return {"t": {"plain": plain, "placed": placed if world > 1 else [one.clone() for one in plain]}}
+
+
+def load_scalars(world: int) -> None:
+    state = scalars(world, fill=False)
+    restored("scalars", state, world)
+    for found in state["t"].values():
+        for one, wanted in zip(found, SCALARS, strict=True):
+            same({"t": full(one)}, {"t": wanted}, "scalars")
+    if RANK == 0:
+        print(f"ok E6 2 to {world}", flush=True)
+
+
 def objects_of(name: str) -> set[str]:
     return {str(p.relative_to(FOLDER / name)) for p in (FOLDER / name).rglob("*") if p.is_file()}
 
@@ -336,31 +509,47 @@ def objects_of(name: str) -> set[str]:
 def main() -> None:
     for world in WORLDS:
         with job(world) as inside:
-            if not inside:
-                continue
-            for kind, ranks in KINDS:
-                if ranks == world:
-                    save_model(kind, world)
-            if world == 2:
-                refuse_pieces(world)
-                save("own", per_rank(world), world)
-            if world == 4:
-                save_uneven()
-                save_tensor_parallel()
-                save("indexed", {"actor": indexed(4, fill=True)}, 4)
+            if inside:
+                save_all(world)
     for world in WORLDS:
         with job(world) as inside:
-            if not inside:
-                continue
-            for kind, ranks in KINDS:
-                if ranks == world:
-                    load_models(kind, world)
-            load_uneven(world)
-            load_indexed(world)
-            if world == 1:
-                load_tensor_parallel()
-            if world < 4:
-                load_per_rank(world)
+            if inside:
+                load_all(world)
+
+
+def save_all(world: int) -> None:
+    for kind, ranks in KINDS:
+        if ranks == world:
+            save_model(kind, world)
+    if world == 2:
+        refuse_pieces(world)
+        save("own", per_rank(world), world)
+        save("scalars", scalars(world, fill=True), world)
+        save_loader(world)
+        undeclared(world)
+    if world == 4:
+        save_uneven()
+        save_tensor_parallel()
+        save("indexed", {"actor": indexed(4, fill=True)}, 4)
+        save_loader(world)
+        drifting(world)
+
+
+def load_all(world: int) -> None:
+    for kind, ranks in KINDS:
+        if ranks == world:
+            load_models(kind, world)
+    load_once(world)
+    load_uneven(world)
+    load_indexed(world)
+    for saved in (2, 4):
+        load_loader(saved, world)
+    if world == 1:
+        load_tensor_parallel()
+    if world < 4:
+        load_per_rank(world)
+    if world < 3:
+        load_scalars(world)
 
 
 if __name__ == "__main__":

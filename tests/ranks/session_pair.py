@@ -7,6 +7,7 @@ session_pair.py all-killed FOLDER both are, before any fragment is
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from ftckpt.errors import (
     SaveError,
     SaveFailed,
     SettingsDiffer,
+    SettingsError,
     StoreFull,
     UnsupportedValue,
 )
@@ -162,10 +164,27 @@ def failing_to_save(rank: int) -> None:
 
 
 def diverging(rank: int) -> None:
-    """G: replicas that hold other bytes never commit together, and the leaf is named."""
+    """G8: replicas that hold other bytes never commit together, and the leaf is named."""
     with case("diverged"), suppress(SaveError), session("diverged", values := state()) as running:
         values["t"][7] += rank
         assert "t.value" in failure(Diverged, lambda: running.save(1).wait(20))
+
+
+def own_disks(rank: int) -> None:
+    """G9: one address, and under it another folder for each rank."""
+    with session("shared", state()) as running:
+        running.save(1).wait(20)
+    dist.barrier()
+    for disks in ("empty", "with an older copy of the run"):
+        own = FOLDER / f"{disks} {rank}"
+        if rank and disks != "empty":
+            shutil.copytree(FOLDER / "shared", own)
+        with case(f"G9 {disks}"):
+            values = state(7.0)
+            entering_own = Session("/mnt/run", values, store=open_store(own), events=silent, deadline_s=5)
+            text = failure(SettingsError, entering_own.__enter__)
+            assert "rank 1 does not find" in text and "Every rank needs the same store" in text, text
+            assert float(values["t"][0]) == 7.0
 
 
 def die(rank: int) -> None:
@@ -185,7 +204,14 @@ def main() -> None:
     rank = dist.get_rank()
     if sys.argv[1] == "killed":
         die(rank)
-    for part in (different_arguments, different_steps, failing_to_enter, failing_to_save, diverging):
+    for part in (
+        different_arguments,
+        different_steps,
+        failing_to_enter,
+        failing_to_save,
+        diverging,
+        own_disks,
+    ):
         part(rank)
     dist.barrier()
     dist.destroy_process_group()

@@ -65,7 +65,14 @@ def test_a_rank_that_cannot_save_tells_the_other_and_the_next_save_works(held, p
 
 
 def test_replicas_that_differ_never_commit_and_the_leaf_is_named(held):
+    """G8"""
     assert all("diverged" in cases for cases in held)
+
+
+@pytest.mark.parametrize("disks", ["empty", "with an older copy of the run"])
+def test_ranks_that_see_different_stores_at_one_address_are_refused_at_the_start(held, disks):
+    """G9: a folder of each machine's own disk; told on both ranks."""
+    assert all(f"G9 {disks}" in cases for cases in held)
 
 
 @pytest.fixture(scope="module")
