@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, reject
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -684,6 +685,27 @@ def test_what_the_bridge_wrote_is_a_run_like_any_other(tmp_path, capsys):
     assert again["n"] == 7 and same(again["model"]["0.bias"], saved["model"]["0.bias"] - 1)
     collect(LocalStore(str(tmp_path)), Keep(last=1), intent_id="by-hand")
     assert steps(tmp_path) == [(2, 1)]
+
+
+def test_what_dcp_saved_is_exported_and_a_folder_of_dcp_is_imported(tmp_path):
+    """Out as DCP's own folder and as safetensors; and DCP loads a run that was imported from its folder."""
+    _, saved = training_state()
+    dcp.save(saved, storage_writer=writer(tmp_path / "run"))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "folder"), "--format", "dcp"]) == 0
+    one = ["--component", "model", "--format", "safetensors"]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model.safetensors"), *one]) == 0
+    assert main(["import", str(tmp_path / "folder"), str(tmp_path / "again"), "--format", "dcp"]) == 0
+
+    weights = dict(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).state_dict())
+    for source in (FileSystemReader(tmp_path / "folder"), reader(tmp_path / "again")):
+        found = {
+            "model": {key: torch.zeros_like(t) for key, t in weights.items()},
+            "optim": {"step": torch.tensor(0.0)},
+        }
+        dcp.load(found, storage_reader=source)
+        assert same(found["model"], dict(saved["model"])) and found["optim"]["step"] == 3
+    exported = load_file(tmp_path / "model.safetensors")
+    assert same(dict(sorted(exported.items())), dict(sorted(saved["model"].items())))
 
 
 def test_a_session_goes_on_from_what_dcp_saved(tmp_path):
