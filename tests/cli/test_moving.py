@@ -150,3 +150,41 @@ def test_repairing_is_asked_for_with_a_place_to_repair_from(cli: Cli, made: Path
     assert cli("verify", made, "--from", made).code == 2
     absent = cli("verify", made, "--repair", "--from", tmp_path / "absent")
     assert absent.code == 1 and "to repair from" in absent.err and not (tmp_path / "absent").exists()
+
+
+@pytest.mark.timeout(180)
+def test_the_page_on_repair_does_what_it_says(cli: Cli, tmp_path: Path) -> None:
+    """docs/howto/repair.md, command by command, on a damaged run with a tier and an older copy."""
+    page = (Path(__file__).parents[2] / "docs/howto/repair.md").read_text(encoding="utf-8")
+    run, copy, tier = tmp_path / "run", tmp_path / "copy", tmp_path / "tier"
+    train(run, until=2, tiers=[str(tier)], deadline_s=20)
+    cli("copy", run, copy)
+    commands = [line.split()[1:] for line in page.splitlines() if line.startswith("ftckpt ")]
+    places = {"s3://bucket/runs/grpo-1": run, "/backup/grpo-1": copy, "/dev/shm/ftckpt/grpo-1": tier}
+    look, from_copy, from_tier = ([places.get(word, word) for word in words] for words in commands)
+
+    assert cli(*look).code == 0
+    for repair in (from_copy, from_tier):
+        flip(a_pack(run, 1, 1))
+        assert cli(*look).code == 1
+        ran = cli(*repair)
+        assert ran.code == 0 and "1 object repaired, all good" in ran.out
+    train(copy, until=3)  # it goes on by itself, and is a source all the same
+    flip(a_pack(run, 1, 2))
+    assert cli(*from_copy, "--step", 2).code == 0
+    train(tmp_path / "other", until=1)
+    refused = cli("verify", run, "--repair", "--from", tmp_path / "other")
+    assert refused.code == 1 and refused.err.startswith("NotSameRun")
+
+
+def test_a_step_whose_commit_is_gone_is_brought_back_by_a_copy(cli: Cli, run: Path, tmp_path: Path) -> None:
+    cli("copy", run, tmp_path / "copy")
+    (run / "commits/000000000001-000001").unlink()
+
+    repaired = cli("verify", run, "--repair", "--from", tmp_path / "copy", "--json").json
+    steps = [line["step"] for line in cli("ls", run, "--json").json["commits"]]
+    copied = cli("copy", tmp_path / "copy", run)
+
+    assert repaired["repaired"] == [] and 1 not in steps
+    assert copied.code == 0 and cli("verify", run).code == 0
+    assert 1 in [line["step"] for line in cli("ls", run, "--json").json["commits"]]
