@@ -163,8 +163,8 @@ class _Work:
 
 def _optimizer(work: _Work, record: Any) -> Any:
     tree = record["tree"]
-    if not isinstance(tree, dict) or not {"state", "param_groups"} <= set(tree):
-        return record
+    if not _is_optimizer(tree):
+        return record  # whoever fills it says what is wrong with it
     state: dict[str, Any] = {}
     for name, node in tree["state"].items():
         here = work.of(name)
@@ -175,6 +175,18 @@ def _optimizer(work: _Work, record: Any) -> Any:
         {**group, "params": [work.of(name) for name in group["params"]]} for group in tree["param_groups"]
     ]
     return {**record, "tree": {**tree, "state": state, "param_groups": groups}}
+
+
+def _is_optimizer(tree: Any) -> bool:
+    if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
+        return False
+    groups = tree.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, str) for name in (*group["params"], *tree["state"]))
+        for group in groups
+    )
 
 
 def _refs(node: Any) -> Iterator[TensorRef]:
