@@ -440,8 +440,8 @@ def test_a_live_run_keeps_the_step_for_as_long_as_it_is_exported(trained, tmp_pa
 @pytest.mark.timeout(180)
 def test_memory_is_bounded_however_large_the_state_is():
     """
-    160 MiB through every format, both ways, in parts of 4 MiB, beside at most 64 MiB. One arena, so that
-    what malloc keeps for each of its threads is not taken for ours.
+    320 MiB through every format, both ways, beside at most half of it: what readers have under way is bounded
+    by their budget. One arena, so that what malloc keeps for each of its threads is not taken for ours.
     """
     with TemporaryDirectory(dir="/dev/shm") as folder:  # is in no process's memory
         result = run_ranks(
@@ -449,4 +449,4 @@ def test_memory_is_bounded_however_large_the_state_is():
         ).check()
 
     beside = json.loads(result.outputs[0].splitlines()[-1])
-    assert len(beside) == 7 and max(beside.values()) < 64, beside
+    assert len(beside) == 7 and max(beside.values()) < 160, beside

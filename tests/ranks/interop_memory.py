@@ -1,6 +1,6 @@
 """How much memory imports and exports take beside the process itself: prints MiB for each, as JSON.
 
-interop_memory.py FOLDER    160 MiB: one tensor of 80 MiB, the rest in 20 of 4 MiB; parts and packs of 4 MiB
+interop_memory.py FOLDER    320 MiB: one tensor of 160 MiB, the rest in 40 of 4 MiB; parts and packs of 4 MiB
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ orbax.CACHE_BYTES = hf.PART_BYTES = torch_folder.ITEM_BYTES = zarr_group.CHUNK_B
 
 def arrays() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    sizes = {"big.weight": 80, **{f"layers.{n}.weight": 4 for n in range(20)}}
+    sizes = {"big.weight": 160, **{f"layers.{n}.weight": 4 for n in range(40)}}
     return {name: rng.integers(-9, 9, (mib * ROWS_OF_MIB, 1024), np.int32) for name, mib in sizes.items()}
 
 
