@@ -92,7 +92,9 @@ class Reading(Protocol):
     """Gives the parts of arrays that a sink asks for."""
 
     def __call__(self, wants: Iterable[Want]) -> Iterator[torch.Tensor]:
-        """Each part, in that order: contiguous, in host memory, of the array's dtype. A few are read ahead."""
+        """Each part, in that order: contiguous, in host memory, of the array's dtype. A few are read ahead.
+        A part is valid until the next one is asked for: its memory is used again.
+        """
         ...
 
 

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
 from ftckpt.attempts import choose, find_run, look
 from ftckpt.boxes import Box
 from ftckpt.capture import place
-from ftckpt.capture.tensors import fresh_tensor
 from ftckpt.copying import pinned
 from ftckpt.errors import DestinationTaken, NotRepresentable, StateMismatch
 from ftckpt.interop.api import Array, Outline, Progress, Sink, Want
-from ftckpt.leaf import LeafSpec
+from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.manifest import Commit, Fragment
+from ftckpt.memory import require_memory
 from ftckpt.plan.restore import Placement, Saved, index_chunks, plan_restore
 from ftckpt.reader import ReadSettings, check_packs, fetch, leaf_specs, read_fragments, read_values
 from ftckpt.store import Files
@@ -38,6 +40,7 @@ MARK = "ftckpt-export.json"
 """Stands at the destination for as long as the export has not ended."""
 
 MARK_BYTES = 4096
+_ALIGNED = 64
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -304,7 +307,7 @@ def _total_bytes(outline: Outline) -> int:
 
 @dataclass(slots=True)
 class _Reader:
-    """The parts of arrays, in the order asked for; the next batch is read while one is used."""
+    """The parts of arrays, in the order asked for; the next batch is read while one is used, in two memories."""
 
     saved: _Step
     origins: Mapping[str, str]
@@ -315,11 +318,12 @@ class _Reader:
 
     def __call__(self, wants: Iterable[Want]) -> Iterator[torch.Tensor]:
         batches = _batches(wants, self.batch_bytes)
+        memories = cycle((_Memory(), _Memory()))
         with ThreadPoolExecutor(1, "ftckpt-export") as pool:
             ahead: Future[list[torch.Tensor]] | None = None
             while True:
                 batch = next(batches, None)
-                coming = pool.submit(self._load, batch) if batch is not None else None
+                coming = pool.submit(self._load, batch, next(memories)) if batch is not None else None
                 for tensor in ahead.result() if ahead is not None else ():
                     yield tensor
                     self.done_bytes += tensor.numel() * tensor.itemsize
@@ -328,10 +332,13 @@ class _Reader:
                     return
                 ahead = coming
 
-    def _load(self, batch: list[Want]) -> list[torch.Tensor]:
+    def _load(self, batch: list[Want], memory: _Memory) -> list[torch.Tensor]:
         specs = [self.saved.specs[self.origins[array.name]] for array, _ in batch]
         wants: list[tuple[LeafSpec, Box]] = [(spec, box) for spec, (_, box) in zip(specs, batch, strict=True)]
-        filled = [fresh_tensor(box.extent, spec.dtype) for spec, box in wants]
+        casts = [(array.dtype, box) for spec, (array, box) in zip(specs, batch, strict=True)]
+        changed = [n for n, spec in enumerate(specs) if spec.dtype != casts[n][0]]
+        room = memory.tensors([(spec.dtype, box) for spec, box in wants] + [casts[n] for n in changed])
+        filled, cast = room[: len(wants)], room[len(wants) :]
         fetches = plan_restore(wants, self.saved.chunks)
         at = self.saved.commit.at
 
@@ -342,10 +349,34 @@ class _Reader:
 
         settings = ReadSettings(budget_bytes=2 * self.batch_bytes, run_bytes=max(1, self.batch_bytes // 4))
         fetch(self.saved.store, fetches, put, at, settings)
-        for number, (array, _) in enumerate(batch):
-            if specs[number].dtype != array.dtype:
-                filled[number] = filled[number].to(getattr(torch, array.dtype))
+        for number, result in zip(changed, cast, strict=True):
+            filled[number] = result.copy_(filled[number])
         return filled
+
+
+class _Memory:
+    """Memory that one batch after another is read into: an allocator asked for each anew, between small things
+    that stay, finds no room for one where another was, and takes more from the system for every tensor.
+    """
+
+    def __init__(self) -> None:
+        self._held = np.empty(0, np.uint8)
+
+    def tensors(self, sizes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """A tensor for each dtype and box, not filled. Those of the call before are no longer valid."""
+        starts, need_bytes = [], 0
+        for dtype, box in sizes:
+            starts.append(need_bytes)
+            need_bytes += -(-box.numel * ITEMSIZE_BYTES[dtype] // _ALIGNED) * _ALIGNED
+        if need_bytes > self._held.size:
+            require_memory(need_bytes, "what of the step is read at a time")
+            self._held = np.empty(need_bytes, np.uint8)
+        return [
+            torch.from_numpy(self._held[start : start + box.numel * ITEMSIZE_BYTES[dtype]])
+            .view(getattr(torch, dtype))
+            .view(box.extent)
+            for start, (dtype, box) in zip(starts, sizes, strict=True)
+        ]
 
 
 def _batches(wants: Iterable[Want], limit_bytes: int) -> Iterator[list[Want]]:

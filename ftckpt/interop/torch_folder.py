@@ -161,14 +161,12 @@ class _Supply:
     """What torch's writer takes for a planner: gives it the data of each item, in their order."""
 
     def __init__(self, values: dict[str, Any], tensors: Iterator[torch.Tensor]) -> None:
-        self._values, self._tensors, self._last = values, tensors, torch.empty(0)
+        self._values, self._tensors = values, tensors
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         if item.type is not WriteItemType.BYTE_IO:
-            # The one before has been written, and torch's writer keeps all of a file's tensors to its end.
-            self._last.untyped_storage().resize_(0)
-            self._last = next(self._tensors)
-            return self._last
+            # torch's writer keeps all of a file's tensors to its end: they are views of memory used again.
+            return next(self._tensors)
         body = io.BytesIO()
         torch.save(self._values[item.index.fqn], body)  # noqa: TID251 - how this format holds plain values
         body.seek(0)
