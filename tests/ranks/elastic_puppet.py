@@ -36,13 +36,13 @@ def main() -> None:
         if code >= 0 and rank == "0":
             sys.exit(code)
         step += 1
+        mute = read(folder / f"mute.{group}", -1)  # looked at once a step: it never begins after a vote
         tell({"phase": "asked", "step": step})
-        if not (folder / f"mute.{group}").exists():
+        if mute:
             tell({"phase": "begun", "step": step, "participants": [group]})
+        if mute < 0:
             tell({"phase": "voted", "step": step, "vote": True})
-        elif read(folder / f"mute.{group}", 0):
-            tell({"phase": "begun", "step": step, "participants": [group]})
-        while (folder / f"mute.{group}").exists() and not stop:
+        while mute >= 0 and (folder / f"mute.{group}").exists() and not stop:
             time.sleep(0.01)
         time.sleep(0.02)
 
