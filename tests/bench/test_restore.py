@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks.restore import simulated
 from benchmarks.restore.figures import figures
+from tests.bench.quick import quick
 from tests.cases.test_many_leaves import calls
 
 CASES = ["s3: raw GETs", "s3: ftckpt, stored raw", "an eighth along dim 0", "chain, all"]
@@ -18,32 +15,13 @@ CASES = ["s3: raw GETs", "s3: ftckpt, stored raw", "an eighth along dim 0", "cha
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_quick_run_measures_every_case_that_was_asked_for(tmp_path):
-    only = [word for name in CASES for word in ("--only", name)]
+    told, printed = quick("benchmarks.restore", CASES, tmp_path)
 
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.restore",
-            "--quick",
-            "--mib=8",
-            *only,
-            f"--json={tmp_path}/out.json",
-            f"--folder={tmp_path}",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads((tmp_path / "out.json").read_text())
     assert all(any(name in case for case, rounds in told["cases"].items() if rounds) for name in CASES)
     by_name = {figure["name"]: figure for figure in told["figures"]}
     assert by_name["S3, stored raw / raw GETs of the same bytes"]["measured"] > 0
     assert by_name["plan of a rank, beside its fetches"]["measured"] is None
-    assert "s3: ftckpt, stored raw" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json"]
+    assert "s3: ftckpt, stored raw" in printed
 
 
 def test_a_ratio_says_how_many_times_as_fast_ftckpt_is_round_by_round():

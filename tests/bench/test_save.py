@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks.save.figures import figures
 from benchmarks.save.state import make_state
+from tests.bench.quick import quick
 
 CASES = ["s3: raw PUTs", "s3: ftckpt, second save", "folder: ftckpt", "folder: DCP async_save", "fence"]
 
@@ -17,31 +14,12 @@ CASES = ["s3: raw PUTs", "s3: ftckpt, second save", "folder: ftckpt", "folder: D
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_quick_run_measures_every_case_that_was_asked_for(tmp_path):
-    only = [word for name in CASES for word in ("--only", name)]
+    told, printed = quick("benchmarks.save", CASES, tmp_path)
 
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.save",
-            "--quick",
-            "--mib=8",
-            *only,
-            f"--json={tmp_path}/out.json",
-            f"--folder={tmp_path}",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads((tmp_path / "out.json").read_text())
     assert set(CASES) <= {name for name, rounds in told["cases"].items() if rounds}
     by_name = {figure["name"]: figure for figure in told["figures"]}
     assert by_name["second save after a step at lr 1e-6: bytes of the frozen reference"]["measured"] == 0
-    assert "fence beyond the budget" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json"]
+    assert "fence beyond the budget" in printed
 
 
 def test_a_ratio_is_taken_round_by_round_and_its_median_counts():
