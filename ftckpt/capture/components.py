@@ -131,6 +131,7 @@ def _has_shards(found: Iterable[object], seen: set[int]) -> bool:
         seen.add(id(value))
         inner: Iterable[object] = ()
         if isinstance(value, nn.Module):
+            value.state_dict()  # FSDP2 goes back to its shards, also from a forward without gradients
             inner = [*value.parameters(), *value.buffers()]
         elif isinstance(value, torch.optim.Optimizer):
             inner = [parameter for group in value.param_groups for parameter in group["params"]]

@@ -145,7 +145,7 @@ def _fill_tensor(filling: Filling, component: str, entry: Entry, ref: TensorRef,
         return
     dtype = filling.dtype_of(spec, entry.value, path)
     fresh = fresh_like(entry.value, dtype).contiguous()  # expanded memory cannot hold what was saved
-    filling.want(spec, fresh)
+    filling.want_fresh(spec, fresh)
 
     def put() -> None:
         entry.value.data = fresh

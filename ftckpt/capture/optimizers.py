@@ -8,6 +8,7 @@ the identity of a parameter over all captured modules.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,24 +107,31 @@ def fill_optimizer(
 ) -> None:
     """Want every state tensor, in place where it exists; hyper-parameters follow in ``finish``."""
     _check_tree(component, tree)
-    saved_groups = tree["param_groups"]
-    if len(saved_groups) != len(optimizer.param_groups):
-        filling.changed.append(
-            f"{component}.param_groups: {len(saved_groups)} saved, {len(optimizer.param_groups)} live"
-        )
-        return
-    live_names = [names.group(component, optimizer, index) for index in range(len(saved_groups))]
-    if filling.takes(f"{component}.param_groups"):
+    saved_groups, path = tree["param_groups"], f"{component}.param_groups"
+    live_names = [names.group(component, optimizer, index) for index in range(len(optimizer.param_groups))]
+    asked_for = filling.takes(path) or filling.reaches_into(path)
+    if asked_for:  # without their settings groups may be anything: state goes by name
+        if len(saved_groups) != len(live_names):
+            filling.changed.append(f"{path}: {len(saved_groups)} saved, {len(live_names)} live")
+            return
         _compare_groups(filling, component, [group["params"] for group in saved_groups], live_names)
     known = {name for group in saved_groups for name in group["params"]}
-    for index, (saved, group) in enumerate(zip(saved_groups, optimizer.param_groups, strict=True)):
-        if filling.takes(f"{component}.param_groups.{index}"):
-            path = f"{component}.param_groups.{index}"
-            _compare_settings(filling, path, saved, group, optimizer.defaults)
-            _fill_group(filling, component, index, saved, group)
+    for index, group in enumerate(optimizer.param_groups):
+        settings = group
+        if filling.takes(f"{path}.{index}"):
+            settings = saved_groups[index]
+            _compare_settings(filling, f"{path}.{index}", settings, group, optimizer.defaults)
+            _fill_group(filling, component, index, settings, group)
         for name, parameter in zip(live_names[index], group["params"], strict=True):
-            if name in known and _may_have(filling, component, name, parameter):
-                _fill_state(filling, component, optimizer, parameter, name, tree["state"].get(name), saved)
+            if not filling.takes(f"{component}.state.{name}"):
+                continue
+            if name not in known and not asked_for:
+                filling.lacks([f"{component}.state.{name}"], "begins anew")
+            if name not in known or _is_reshaped(filling, component, name, parameter):
+                filling.then(OPTIMIZERS, component, partial(_drop, optimizer, parameter))
+            else:
+                saved = tree["state"].get(name)
+                _fill_state(filling, component, optimizer, parameter, name, saved, settings)
     grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if filling.takes(f"{component}.other"):
         _fill_ungrouped(filling, component, optimizer, tree["other"], grouped)
@@ -172,19 +180,17 @@ def _compare_groups(
     filling.leaves(extra)
 
 
-def _may_have(filling: Filling, component: str, name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter gets its saved state: it is asked for, and has the shape that it was made for."""
-    if not filling.takes(f"{component}.state.{name}"):
-        return False
+def _is_reshaped(filling: Filling, component: str, name: str, parameter: torch.Tensor) -> bool:
+    """Whether the saved state was made for another shape than the parameter has here, and that is let pass."""
     owner, _, path = name.partition(".")
     record: Any = filling.trees.get(owner)
     tree = record.get("tree") if isinstance(record, dict) else None
     ref = tree.get(path) if isinstance(tree, dict) else None
     spec = filling.saved.get(ref.name) if isinstance(ref, TensorRef) else None
     if filling.strict or spec is None or spec.shape == tuple(parameter.shape):
-        return True
+        return False
     filling.notes.append(f"begins anew, as its parameter has another shape: {component}.state.{name}")
-    return False
+    return True
 
 
 def _compare_settings(

@@ -28,6 +28,7 @@ from ftckpt.capture.tree import (
 )
 from ftckpt.errors import RestoreIncomplete, StateMismatch, WorldSizeMismatch
 from ftckpt.leaf import LeafSpec
+from ftckpt.memory import require_memory
 from ftckpt.plan.asked import EXACTLY, Asked
 from ftckpt.values import TensorRef
 
@@ -100,6 +101,7 @@ def target(
     Raises:
         WorldSizeMismatch: ``PerRank`` state was saved by other ranks.
         StateMismatch: facts ``missing``, ``extra``, ``changed``, all names.
+        NotEnoughMemory: the host has less than all that is new would take.
     """
     where = Where(group, rank, world)
     seen = survey(state)
@@ -113,6 +115,7 @@ def target(
     if rng if rng is not None else not subset:
         _fill_generators(filling)
     _complain(filling)
+    require_memory(filling.fresh_bytes, "what of the step has no memory in the live state yet")
     return Target(
         tuple(filling.wants),
         tuple(filling.notes),

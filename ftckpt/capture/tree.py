@@ -237,6 +237,7 @@ class Filling:
     reshaped: list[str] = field(default_factory=list)
     casts: dict[str, str] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
+    fresh_bytes: int = 0
     _claims: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
     _owners: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -311,6 +312,13 @@ class Filling:
         part = part_of(tensor, spec.name, self.where)
         if part.box.numel:
             self.wants.append(Want(spec, part.box, part.local))
+
+    def want_fresh(self, spec: LeafSpec, tensor: torch.Tensor) -> None:
+        """As ``want``, of memory that was made for it and is not touched yet."""
+        local = local_of(tensor)
+        if local.device.type == "cpu":
+            self.fresh_bytes += local.nbytes
+        self.want(spec, tensor)
 
     def fits(self, spec: LeafSpec, tensor: torch.Tensor, path: str) -> bool:
         """Whether dtype and global shape are the live ones, or values are to be carried over; notes the
@@ -400,7 +408,7 @@ class Inflating:
                 self.filling.want(spec, live)
                 return live
         fresh = self.fresh(replace(spec, dtype=self.filling.dtype_of(spec, live, path)), live, key)
-        self.filling.want(spec, fresh)
+        self.filling.want_fresh(spec, fresh)
         return fresh
 
     def _partly(self, node: Any, live: Any, path: str) -> Any:

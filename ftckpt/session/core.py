@@ -238,7 +238,8 @@ class Session:
         entered. After it: ``UnsupportedValue``, when what the optimizers began to hold cannot be saved. At a
         boundary: ``Fenced``, ``TooManyFailedSaves``, and on the last ``SaveError``.
         """
-        self._check_modules()
+        if not self._at.looked:  # later its own training may have registered more
+            self._check_modules()
         while self.finished_step < until:
             step = self.finished_step + 1
             self._inside().pace.step_begins(under_way=self._under_way())
