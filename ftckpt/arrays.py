@@ -20,10 +20,10 @@ import numpy.typing as npt
 from ftckpt.boxes import Box, whole
 from ftckpt.errors import ExtraMissing, UnsupportedValue
 from ftckpt.leaf import LeafSpec
-from ftckpt.manifest import Commit
+from ftckpt.manifest import Fragment, Position
 from ftckpt.plan.grid import arranged, cell_shape
 from ftckpt.plan.restore import Fetch, Placement, index_chunks, packs_of, plan_restore
-from ftckpt.reader import ReadSettings, check_packs, fetch, read_fragments
+from ftckpt.reader import ReadSettings, check_packs, fetch
 from ftckpt.store.api import ObjectStore
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ _NOT_TENSORSTORE = frozenset({"complex32", "float4_e2m1fn_x2"})
 
 
 def open_array(
-    store: ObjectStore, commit: Commit, spec: LeafSpec, settings: ReadSettings
+    store: ObjectStore, at: Position, fragments: Sequence[Fragment], spec: LeafSpec, settings: ReadSettings
 ) -> tensorstore.TensorStore:
-    """A lazy view of one tensor of a commit; reads the fragments that can hold a part of it.
+    """A lazy view of one tensor of the commit at ``at``, of which these are the fragments.
 
     Raises:
         ExtraMissing: TensorStore is not installed.
@@ -66,11 +66,11 @@ def open_array(
             dtype=spec.dtype,
         )
     everything = [(spec, whole(spec.shape))]
-    index = index_chunks(read_fragments(store, commit, everything), {spec.name})
-    check_packs(store, packs_of(plan_restore(everything, index)), commit.at)
+    index = index_chunks(fragments, {spec.name})
+    check_packs(store, packs_of(plan_restore(everything, index)), at)
     saved = arranged(index.get(spec.name, ()))
     spans = [(one.box, one.chunk.start, one.chunk.stop) for _, chunks in saved.parts for one in chunks]
-    chunks = _Chunks(store, commit, settings)
+    chunks = _Chunks(store, at, settings)
 
     def read(domain: Any, array: npt.NDArray[Any], _parameters: object) -> None:
         cell = Box(tuple(domain.inclusive_min), tuple(domain.shape))
@@ -105,8 +105,8 @@ class _Chunks:
     whoever asks: a cell's neighbours are read at the same time, by threads of TensorStore.
     """
 
-    def __init__(self, store: ObjectStore, commit: Commit, settings: ReadSettings) -> None:
-        self._store, self._at, self._settings = store, commit.at, settings
+    def __init__(self, store: ObjectStore, at: Position, settings: ReadSettings) -> None:
+        self._store, self._at, self._settings = store, at, settings
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, int], tuple[Future[memoryview], int]] = OrderedDict()
 
@@ -145,34 +145,38 @@ class _Chunks:
 
 
 def stream(
-    store: ObjectStore, commit: Commit, specs: Sequence[LeafSpec], settings: ReadSettings
+    store: ObjectStore,
+    at: Position,
+    fragments: Sequence[Fragment],
+    specs: Sequence[LeafSpec],
+    settings: ReadSettings,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """These tensors, one after another, each verified; at most a batch of them is in memory beside what
     the caller keeps.
     """
     wants = [(spec, whole(spec.shape)) for spec in specs]
-    index = index_chunks(read_fragments(store, commit, wants), {spec.name for spec in specs})
-    check_packs(store, packs_of(plan_restore(wants, index)), commit.at)
-    return _batches(store, commit, specs, index, settings)
+    index = index_chunks(fragments, {spec.name for spec in specs})
+    check_packs(store, packs_of(plan_restore(wants, index)), at)
+    return _batches(store, at, specs, index, settings)
 
 
 def _batches(
-    store: ObjectStore, commit: Commit, specs: Sequence[LeafSpec], index: Any, settings: ReadSettings
+    store: ObjectStore, at: Position, specs: Sequence[LeafSpec], index: Any, settings: ReadSettings
 ) -> Iterator[tuple[str, torch.Tensor]]:
     batch: list[LeafSpec] = []
     size_bytes = 0
     for spec in specs:
         leaf_bytes = prod(spec.shape) * spec.itemsize_bytes
         if batch and size_bytes + leaf_bytes > BATCH_BYTES:
-            yield from _read(store, commit, batch, index, settings)
+            yield from _read(store, at, batch, index, settings)
             batch, size_bytes = [], 0
         batch.append(spec)
         size_bytes += leaf_bytes
-    yield from _read(store, commit, batch, index, settings)
+    yield from _read(store, at, batch, index, settings)
 
 
 def _read(
-    store: ObjectStore, commit: Commit, specs: Sequence[LeafSpec], index: Any, settings: ReadSettings
+    store: ObjectStore, at: Position, specs: Sequence[LeafSpec], index: Any, settings: ReadSettings
 ) -> Iterator[tuple[str, torch.Tensor]]:
     from ftckpt.capture.tensors import fresh_tensor, place
 
@@ -184,7 +188,6 @@ def _read(
         piece = raw[placement.first_byte :][: placement.piece.numel * spec.itemsize_bytes]
         place(tensors[placement.want], box, placement.piece, placement.region, piece, spec.dtype)
 
-    fetch(store, plan_restore(wants, index), fill, commit.at, settings)
-    for number, spec in enumerate(specs):
-        tensor, tensors[number] = tensors[number], tensors[number][:0] if spec.shape else tensors[number]
-        yield spec.name, tensor
+    fetch(store, plan_restore(wants, index), fill, at, settings)
+    for spec in specs:
+        yield spec.name, tensors.pop(0)  # kept by whoever asked, and not here

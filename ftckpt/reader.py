@@ -19,7 +19,15 @@ import xxhash
 from ftckpt import codec, layout
 from ftckpt.bounds import require_number
 from ftckpt.boxes import Box, whole
-from ftckpt.errors import ChunkCorrupt, CorruptError, ObjectDamaged, ObjectNotFound, RecordCorrupt, StoreError
+from ftckpt.errors import (
+    ChunkCorrupt,
+    CorruptError,
+    ObjectDamaged,
+    ObjectNotFound,
+    RecordCorrupt,
+    StoreError,
+    StoreUnavailable,
+)
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.manifest import Commit, Fragment, FragmentRef, Position, decode, digest_of
 from ftckpt.memory import require_memory
@@ -351,7 +359,15 @@ def _read_span(store: ObjectStore, span: Span, first: int) -> _Part:
     where = ByteRange(span.start, span.end)
     for number in range(first, len(stores)):
         try:
-            return _Part(number, span.pack, span.start, memoryview(stores[number].read(span.pack, where)))
+            body = memoryview(stores[number].read(span.pack, where))
+            if len(body) != where.size:
+                raise StoreUnavailable(
+                    f"{stores[number].uri} answered {len(body)} of {where.size} bytes of {span.pack}",
+                    op="read",
+                    uri=stores[number].uri,
+                    key=span.pack,
+                )
+            return _Part(number, span.pack, span.start, body)
         except StoreError as error:
             if number + 1 == len(stores):
                 raise

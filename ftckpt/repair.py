@@ -146,6 +146,9 @@ def _mend_run(store: ObjectStore, sources: Sequence[ObjectStore]) -> Iterator[Me
     for source in sources:
         body = theirs[source.uri][1]
         if (own is not None and is_what_is_left_of(own, body)) or _share_a_claim(store, source):
+            for uri, (run, _) in theirs.items():
+                if run.run != theirs[source.uri][0].run:
+                    raise _another(store, uri)
             _put(store, layout.RUN, body, lost=own is None)
             yield Mended(layout.RUN, source.uri)
             return

@@ -22,7 +22,7 @@ from ftckpt.layout import commit_key
 from ftckpt.leaf import LeafSpec
 from ftckpt.manifest import Commit, Ref
 from ftckpt.plan.asked import EXACTLY, Asked, loses
-from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore
+from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore, relevant
 from ftckpt.reader import (
     DEFAULT,
     Progress,
@@ -171,7 +171,9 @@ def restore_into(
             asked=asked,
         )
         wants = [(want.leaf, want.box) for want in goal.wants]
-        fetches = plan_restore(wants, index_chunks(fragments, {leaf.name for leaf, _ in wants}))
+        near = {ref.key for ref in relevant(commit.fragments, wants)}
+        holding = [one for ref, one in zip(commit.fragments, fragments, strict=True) if ref.key in near]
+        fetches = plan_restore(wants, index_chunks(holding, {leaf.name for leaf, _ in wants}))
     check_packs(store, packs_of(fetches), at)
     begun: set[str] = set()
     carried = {name: Carried() for name in goal.casts}

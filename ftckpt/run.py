@@ -192,10 +192,10 @@ class Run:
         from ftckpt.capture.tensors import fresh_tensor
 
         commit = self.commit(step)
-        spec = self._tensor_spec(commit, leaf)
+        fragments = read_fragments(self._store, commit)
+        spec = _tensor_spec(commit, fragments, leaf)
         box = box or whole(spec.shape)
-        fragments = read_fragments(self._store, commit, [(spec, box)])
-        fetches = plan_restore([(spec, box)], index_chunks(fragments))
+        fetches = plan_restore([(spec, box)], index_chunks(fragments, {leaf}))
         check_packs(self._store, packs_of(fetches), commit.at)
         result = fresh_tensor(box.extent, spec.dtype)
 
@@ -218,7 +218,9 @@ class Run:
         from ftckpt.arrays import open_array
 
         commit = self.commit(step)
-        return open_array(self._store, commit, self._tensor_spec(commit, leaf), self._settings)
+        fragments = read_fragments(self._store, commit)
+        spec = _tensor_spec(commit, fragments, leaf)
+        return open_array(self._store, commit.at, fragments, spec, self._settings)
 
     def tensors(
         self, names: str | Iterable[str] | None = None, step: int | None = None
@@ -232,7 +234,8 @@ class Run:
         from ftckpt.arrays import stream
 
         commit = self.commit(step)
-        specs = [s for s in leaf_specs(read_fragments(self._store, commit)).values() if s.kind == "tensor"]
+        fragments = read_fragments(self._store, commit)
+        specs = [spec for spec in leaf_specs(fragments).values() if spec.kind == "tensor"]
         asked = None if names is None else [names] if isinstance(names, str) else list(names)
         if asked is not None:
             chosen: dict[str, LeafSpec] = {}
@@ -242,14 +245,7 @@ class Run:
                     raise _no_tensor(commit, name, [spec.name for spec in specs])
                 chosen |= found
             specs = list(chosen.values())
-        return stream(self._store, commit, specs, self._settings)
-
-    def _tensor_spec(self, commit: Commit, leaf: str) -> LeafSpec:
-        specs = leaf_specs(read_fragments(self._store, commit))
-        spec = specs.get(leaf)
-        if spec is None or spec.kind != "tensor":
-            raise _no_tensor(commit, leaf, list(specs))
-        return spec
+        return stream(self._store, commit.at, fragments, specs, self._settings)
 
     def verify(self, step: int | None = None, progress: Progress | None = None) -> list[Problem]:
         """Read and check every record and every byte that a readable commit needs; of one step, or
@@ -367,6 +363,14 @@ class Run:
             settings=self._settings,
             events=events,
         )
+
+
+def _tensor_spec(commit: Commit, fragments: Sequence[Fragment], leaf: str) -> LeafSpec:
+    specs = leaf_specs(fragments)
+    spec = specs.get(leaf)
+    if spec is None or spec.kind != "tensor":
+        raise _no_tensor(commit, leaf, list(specs))
+    return spec
 
 
 def _no_tensor(commit: Commit, leaf: str, names: Sequence[str]) -> StateMismatch:

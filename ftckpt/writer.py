@@ -1005,7 +1005,7 @@ class _Packs:
             pack.view[offset : pack.size] = body
         else:
             np.copyto(pack.memory[offset : pack.size], np.frombuffer(body, np.uint8))
-        pack.digest.update(body)
+        pack.digest.update(pack.view[offset : pack.size])  # what is put, whatever becomes of live memory
         return pack.number, offset
 
     def _memory(self, need_bytes: int) -> npt.NDArray[np.uint8]:

@@ -18,9 +18,12 @@ def blank(size_bytes: int) -> State:
     return state
 
 
-def check(tensors: Tensors, size_bytes: int) -> None:
-    """Every bit is that of the state which was saved."""
-    for name, saved in make_state(size_bytes).tensors.items():
+def check(tensors: Tensors, size_bytes: int, steps: int = 0) -> None:
+    """Every bit is that of the state which was saved, trained for so many steps before."""
+    state = make_state(size_bytes)
+    for _ in range(steps):
+        state.train()
+    for name, saved in state.tensors.items():
         assert torch.equal(tensors[name].view(torch.uint8), saved.view(torch.uint8)), name
 
 

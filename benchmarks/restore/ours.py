@@ -71,7 +71,9 @@ def _save_steps(place: Place, size_bytes: int, codec: Codec) -> Numbers:
 
 
 def chain(place: Place, size_bytes: int) -> Numbers:
-    """The step that takes most bytes to read, against step 0, which has no deltas, by turns."""
+    """The step that takes most bytes to read, against step 0, which has no deltas, by turns. What comes back
+    is compared with the state as it was trained up to that step.
+    """
     state = blank(size_bytes)
     plans = [_all_fetches(place.uri, step) for step in range(STEPS + 1)]
     sizes = [sum(item.stored_bytes for item in plan) for plan in plans]
@@ -82,6 +84,7 @@ def chain(place: Place, size_bytes: int) -> Numbers:
             begun_s = time.monotonic()
             ftckpt.restore(place.uri, state.components, step=step)
             taken[step].append(time.monotonic() - begun_s)
+    check(state.tensors, size_bytes, steps=worst)
     return {
         "full_s": median(taken[0]),
         "restore_s": median(taken[worst]),

@@ -103,9 +103,7 @@ def decode_sum(stored: Sequence[Buffer], raw_bytes: int, base: Buffer | None = N
     raw = np.frombuffer(base, np.uint8).reshape(-1, count) if base is not None else None
     starts = [at for _, _, at in parsed]
     for k in range(count):
-        total = np.zeros(raw_bytes // count, np.uint8) if raw is None else np.ascontiguousarray(raw[:, k])
-        if raw is not None and count == 1:
-            total = total.copy()
+        total = np.zeros(raw_bytes // count, np.uint8) if raw is None else np.array(raw[:, k])
         for number, (view, heads, _) in enumerate(parsed):
             how, size = heads[k]
             plane = _decode_plane(how, view[starts[number] : starts[number] + size], total.size)
