@@ -132,29 +132,28 @@ def _verify(store: ObjectStore, step: int | None, progress: Progress | None) -> 
 
 def _mend_run(store: ObjectStore, sources: Sequence[ObjectStore]) -> Iterator[Mended]:
     """See that every source holds this very run; bring ``run.json`` back if that is what is damaged."""
-    theirs = {source.uri: _read_run(source) for source in sources}
+    theirs = [(source, *_read_run(source)) for source in sources]
     own = _maybe_read(store, layout.RUN)
     try:
         name = None if own is None else decode(RunRecord, own, layout.RUN).run
     except CorruptError:
         name = None
     if name is not None:
-        for uri, (run, _) in theirs.items():
+        for source, run, _ in theirs:
             if run.run != name:
-                raise _another(store, uri)
+                raise _another(store, source.uri)
         return
-    for source in sources:
-        body = theirs[source.uri][1]
+    for source, found, body in theirs:
         if (own is not None and is_what_is_left_of(own, body)) or _share_a_claim(store, source):
-            for uri, (run, _) in theirs.items():
-                if run.run != theirs[source.uri][0].run:
-                    raise _another(store, uri)
+            for other, run, _ in theirs:
+                if run.run != found.run:
+                    raise _another(store, other.uri)
             _put(store, layout.RUN, body, lost=own is None)
             yield Mended(layout.RUN, source.uri)
             return
     if own is None:
         raise RunNotFound(
-            f"RunNotFound: there is no run at {store.uri}, and no attempt of {' or '.join(theirs)} either\n"
+            f"RunNotFound: there is no run at {store.uri}, and no attempt of {' or '.join(source.uri for source in sources)} either\n"
             "  nothing was changed; `ftckpt copy` makes a copy where nothing is",
             uri=store.uri,
         )

@@ -448,6 +448,25 @@ def test_a_model_that_is_wrapped_again_after_it_was_restored_is_not_trained(tmp_
         assert run.latest().step == 3
 
 
+def test_what_training_itself_registers_does_not_keep_a_second_loop_from_going_on(tmp_path):
+    """F9: a buffer that the first forward makes, and then ``steps`` once more in the same session."""
+
+    class Caching(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "cache"):
+                self.register_buffer("cache", torch.zeros(2))
+            return super().forward(x)
+
+    model = Caching(2, 2)
+    with ftckpt.Session(tmp_path / "run", {"model": model}, events=silent) as session:
+        for until in (2, 4):
+            for _ in session.steps(until=until):
+                model(torch.ones(1, 2))
+
+    with ftckpt.open(tmp_path / "run") as run:
+        assert run.latest().step == 4 and "model.cache" in run.leaves()
+
+
 def test_a_resume_that_leaves_out_a_part_of_the_set_up_is_refused_with_the_difference(tmp_path):
     """F10: the first start installs fp32 masters and a scaler; the resume forgets them."""
     saved(tmp_path, {**masters(), "scaler": {"scale": 2.0**16}})

@@ -88,6 +88,16 @@ def test_planes_of_one_value_and_of_noise_come_back(itemsize):
 # --- which codec ---------------------------------------------------------------------------------
 
 
+def test_what_a_chain_builds_on_is_not_written_to():
+    """One element: its planes are of one byte each, and a view of the base where nothing copies them."""
+    base = bytearray(b"abcd")
+
+    summed = planes.decode_sum([planes.encode(b"\1\2\3\4", 4, 1)], 4, base)
+
+    assert bytes(summed or b"") == bytes(a ^ b for a, b in zip(b"abcd", b"\1\2\3\4", strict=True))
+    assert base == b"abcd"
+
+
 def test_weights_are_cut_into_planes_and_change_little_in_a_step():
     """The figures that the choice rests on, loosely."""
     values = weights(1 << 20)

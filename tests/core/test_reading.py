@@ -102,6 +102,20 @@ def test_what_two_sources_have_wrong_comes_from_the_third_or_is_an_error():
         read_all(NearestStore([Ranges(wrong), Ranges(wrong)]), fetches, ReadSettings())
 
 
+def test_a_range_that_is_answered_too_short_is_asked_of_the_next_source_and_never_taken_for_whole():
+    body, fetches = chunks(3)
+    heard: list[Event] = []
+
+    placed = read_all(
+        NearestStore([Ranges(body[:-100]), Ranges(body)], heard.append), fetches, ReadSettings()
+    )
+    with pytest.raises(StoreUnavailable, match=f"answered {3 * SIZE - 100} of {3 * SIZE} bytes"):
+        read_all(Ranges(body[:-100]), fetches, ReadSettings())
+
+    assert b"".join(placed[number] for number in range(3)) == body
+    assert [event.name for event in heard] == ["read.passed_over"]
+
+
 def test_a_transient_error_costs_one_range_and_nothing_is_read_twice():
     body, fetches = chunks(40)
     inner = Ranges(body)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 import xxhash
 import zstandard
 
+import ftckpt
 from ftckpt import codec
 from ftckpt.errors import CorruptError, FtckptError, MembershipError, NotEnoughMemory, RestoreIncomplete
 from ftckpt.manifest import BoxRecord, ChunkRecord, Fragment, LeafRecord, PackRef, encode
@@ -271,6 +274,20 @@ def test_memory_is_measured_where_a_container_has_less_than_its_machine(tmp_path
     require_memory(1 << 20, "x", lambda: 0)
     with pytest.raises(NotEnoughMemory, match="nothing was changed"):
         require_memory(1 << 40, "x", lambda: 1 << 39)
+
+
+def test_memory_is_asked_for_once_for_all_that_a_step_brings(tmp_path, monkeypatch):
+    """Four tensors of 20 MiB, each of which would fit."""
+    with ftckpt.Session(tmp_path / "run", {"d": {str(n): torch.zeros(5 << 20) for n in range(4)}}):
+        pass
+    asked = partial(require_memory, available=lambda: 70 << 20)
+    monkeypatch.setattr("ftckpt.capture.restoring.require_memory", asked)
+    live: dict[str, Any] = {}
+
+    with pytest.raises(NotEnoughMemory, match="nothing was changed"):
+        ftckpt.restore(tmp_path / "run", {"d": live})
+
+    assert live == {}
 
 
 # --- plain values ---------------------------------------------------------------------------------

@@ -178,6 +178,19 @@ def test_another_run_is_never_a_source(pair):
     assert pair.run.objects == before
 
 
+def test_a_damaged_run_record_is_not_brought_back_beside_a_source_of_another_run(pair):
+    other = Sim()
+    run_of(other.store, HandClock(), 0, 1)
+    other.objects["run.json"] = encode(RunRecord(format=1, run="other"))
+    pair.run.objects["run.json"] = b"{"
+    before = dict(pair.run.objects)
+
+    with pytest.raises(NotSameRun):
+        pair.repair(pair.copy.store, other.store)
+
+    assert pair.run.objects == before
+
+
 def test_a_copy_that_went_on_by_itself_gives_what_it_shares_and_nothing_else(pair):
     """Both call their newest attempt 3; only one of them is this run's."""
     for sim, life in ((pair.run, "d"), (pair.copy, "e")):

@@ -42,6 +42,14 @@ for name, parameter in model.named_parameters():
         assert torch.equal(moment.full_tensor(), saved[f"optim.state.{old}.{key}"]), (name, key)
 assert optim.param_groups[0]["lr"] == 0.01
 assert len(done.casts) == 4
+
+plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+fully_shard(plain)
+with torch.no_grad():
+    plain(torch.zeros(1, 5))  # leaves whole parameters behind, and they are shards all the same
+ftckpt.restore(sys.argv[1], {"actor": plain}, rename={"module.": ""})
+for name, parameter in plain.named_parameters():
+    assert torch.equal(parameter.full_tensor(), saved[f"actor.module.{name}"]), name
 print("ok", flush=True)
 dist.barrier()
 dist.destroy_process_group()

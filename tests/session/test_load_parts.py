@@ -40,10 +40,10 @@ def policy(seed: int, head: int = 3, **options) -> Policy:
     return Policy(head, **options)
 
 
-def trained(*modules: nn.Module, like: torch.optim.Optimizer | None = None) -> torch.optim.AdamW:
-    """An AdamW over these modules after a step with made-up gradients."""
+def trained(*modules: nn.Module, optim: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
+    """An optimizer over these modules, an AdamW if none is given, after a step with made-up gradients."""
     parameters = [p for module in modules for p in module.parameters()]
-    optim = torch.optim.AdamW(parameters, lr=0.01)
+    optim = optim or torch.optim.AdamW(parameters, lr=0.01)
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, 0.5 + number)
     optim.step()
@@ -404,7 +404,7 @@ def test_what_is_missing_extra_or_reshaped_is_listed_and_left_as_it_is(saved, ca
     live = policy(2, head=9)
     live.body.append(nn.Linear(6, 2))
     del live.body[1]
-    fresh = torch.optim.AdamW(live.parameters())
+    fresh = trained(live)  # what begins anew loses the state that it has here
     other = {"epoch": 0}
     head, told = bits(live.head), Heard()
     state = {"actor": live, "optim": fresh, "extra": other}
@@ -432,7 +432,7 @@ def test_a_parameter_that_was_not_saved_is_listed_with_its_state(saved):
     folder, _, optim = saved
     live = policy(2)
     live.nose = nn.Linear(2, 2)
-    fresh = torch.optim.AdamW(live.parameters())
+    fresh = trained(live)
 
     done = ftckpt.restore(folder, {"actor": live, "optim": fresh}, strict=False)
 
@@ -444,6 +444,32 @@ def test_a_parameter_that_was_not_saved_is_listed_with_its_state(saved):
     }
     assert any(note.startswith("begins anew") and "nose.bias" in note for note in done.notes)
     assert moments(fresh)[: len(moments(optim))] == moments(optim)
+    assert live.nose.weight not in fresh.state and live.nose.bias not in fresh.state
+
+
+def test_settings_of_single_groups_are_refused_where_groups_changed_places_and_state_goes_by_name(tmp_path):
+    def grouped(module: nn.Linear, order: int) -> torch.optim.Optimizer:
+        groups = [{"params": [module.weight], "lr": 0.1}, {"params": [module.bias], "lr": 0.7}]
+        return torch.optim.AdamW(groups[::order])
+
+    module = nn.Linear(2, 2)
+    optim = grouped(module, 1)
+    trained(module, optim=optim)
+    save(tmp_path / "run", {"m": module, "o": optim})
+    live = nn.Linear(2, 2)
+    turned, single = grouped(live, -1), torch.optim.AdamW(live.parameters())
+
+    with pytest.raises(StateMismatch, match="another order"):
+        ftckpt.restore(
+            tmp_path / "run", {"m": live, "o": turned}, only=["o.param_groups.0", "o.param_groups.1"]
+        )
+    for other in (turned, single):
+        rates = [group["lr"] for group in other.param_groups]
+        done = ftckpt.restore(tmp_path / "run", {"m": live, "o": other}, only=["o.state"])
+        assert done.exactly and [group["lr"] for group in other.param_groups] == rates
+        for name in ("weight", "bias"):
+            saved, found = optim.state[getattr(module, name)], other.state[getattr(live, name)]
+            assert torch.equal(found["exp_avg"], saved["exp_avg"]), name
 
 
 def test_a_restore_that_fits_says_nothing(saved):
