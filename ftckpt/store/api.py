@@ -110,7 +110,7 @@ class Stream(Protocol):
     """One object on its way out, part by part. One thread at a time."""
 
     def write(self, data: Buffer) -> None:
-        """Add bytes to its end. They may be sent now or later."""
+        """Add bytes to its end. They may be sent now or later; the buffer is the caller's again at once."""
         ...
 
     def close(self) -> None:

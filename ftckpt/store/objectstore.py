@@ -236,7 +236,8 @@ class BucketStream:
         )
 
     def write(self, data: Buffer) -> None:
-        self._call(lambda: self._out.write(view(data)))
+        held = bytes(data)  # the writer would keep looking at the caller's buffer until its part is sent
+        self._call(lambda: self._out.write(held))
 
     def close(self) -> None:
         self._call(self._out.close)
