@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +37,7 @@ class Job:
         self._deadline_s = deadline_s
         self._port = free_port()
         self._running: dict[str, list[Forked]] = {}
+        self._may_end: set[str] = set()
         self._lighthouse: subprocess.Popen[bytes] | None = None
 
     def start_lighthouse(self) -> None:
@@ -121,6 +124,7 @@ class Job:
                 assert code == 0, f"{group}.{rank} ended with {code}:\n{self.output(group, rank)[-6000:]}"
 
     def exit_code(self, group: str, rank: int = 0) -> int:
+        self._may_end.add(group)
         return self._running[group][rank].wait(timeout=max(0.1, self._deadline_s - time.monotonic()))
 
     def kill_all(self) -> None:
@@ -134,13 +138,34 @@ class Job:
             if condition():
                 return True
             ended = [p.poll() for p in self._running[group] if p.poll() is not None]
-            assert not ended or condition(), (
-                f"{group} ended ({ended}) before {what}:\n{self.output(group)[-6000:]}"
+            assert not ended or condition(), f"{group} ended ({ended}) before {what}:\n{self._everything()}"
+            assert not self._failed(), (
+                f"{self._failed()} failed before {what} of {group}:\n{self._everything()}"
             )
             return False
 
         wait_until(
-            seen, self._deadline_s - time.monotonic(), lambda: f"{what}:\n{self.output(group)[-6000:]}"
+            seen, self._deadline_s - time.monotonic(), lambda: f"{what} of {group}:\n{self._everything()}"
+        )
+
+    def _failed(self) -> list[str]:
+        """Groups that ended with an error nobody asked for."""
+        return [
+            group
+            for group, ranks in self._running.items()
+            if group not in self._may_end and any(p.poll() not in (None, 0, -9) for p in ranks)
+        ]
+
+    def _everything(self) -> str:
+        """The last lines of every rank, and where those that live are just now."""
+        ranks = [(group, rank, p) for group, found in self._running.items() for rank, p in enumerate(found)]
+        for _, _, process in ranks:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        return "\n".join(
+            f"--- {group}.{rank}, exit code {process.poll()}\n{self.output(group, rank)[-4000:]}"
+            for group, rank, process in ranks
         )
 
     def _log(self, group: str, rank: int) -> Path:

@@ -10,6 +10,8 @@ a buffer that counts finished steps.
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from ftckpt.elastic import Launch, ReplicaGroup
 from tests.ranks.elastic_state import SLOTS, State, payload
+from tests.support.told import number
 
 SLOT_S = 0.02
 
@@ -26,6 +29,7 @@ SLOT_S = 0.02
 def main() -> None:
     fsdp, folder = sys.argv[1] == "fsdp", Path(sys.argv[2])
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a test that waits in vain asks where we are
     launch = Launch.from_env()
     if fsdp:
         dist.init_process_group("gloo")
@@ -65,10 +69,6 @@ def main() -> None:
             print(f"failed vote on step {step}", flush=True)
     group.close()
     print("done", flush=True)
-
-
-def number(path: Path, default: int) -> int:
-    return int(path.read_text()) if path.exists() else default
 
 
 if __name__ == "__main__":
