@@ -21,6 +21,7 @@ from ftckpt.boxes import span_boxes, whole
 from ftckpt.errors import ForeignDamaged, NotRepresentable
 from ftckpt.interop.api import Array
 from ftckpt.leaf import ITEMSIZE_BYTES
+from ftckpt.memory import require_memory
 from ftckpt.store import Files
 from ftckpt.store.api import Buffer
 
@@ -45,11 +46,13 @@ class OrbaxSource:
         Raises:
             ForeignDamaged: no whole checkpoint is there; an array that is named is absent.
             NotRepresentable: a store that TensorStore does not read, or a dtype that a run cannot hold.
+            NotEnoughMemory: the machine has no room for one chunk as it is stated.
         """
         self._files = files
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._arrays: dict[str, Any] = {}
         sizes = files.sizes()
+        self._stored_bytes = sum(sizes.values())
         self._below = self._folder(sizes)
         body = files.text(self._below + METADATA, MAX_METADATA_BYTES)
         self.identity = xxhash.xxh3_128_hexdigest(body + repr(sorted(sizes.items())).encode())
@@ -71,13 +74,9 @@ class OrbaxSource:
     def read(self, array: Array, start: int, stop: int) -> Buffer:
         size = array.itemsize_bytes
         into = np.empty((stop - start) * size, np.uint8)
-        opened = self._arrays[array.name]
         for begins, box in span_boxes(whole(array.shape), start, stop):
             where = tuple(slice(low, low + n) for low, n in zip(box.offset, box.extent, strict=True))
-            try:
-                part = np.ascontiguousarray((opened[where] if where else opened).read().result())
-            except ValueError as error:
-                self._bad(array.name, f"its bytes do not read: {str(error)[:300]}", error)
+            part = np.ascontiguousarray(self._elements(array.name, where))
             into[(begins - start) * size :][: box.numel * size] = part.reshape(-1).view(np.uint8)
         return into.data
 
@@ -131,8 +130,18 @@ class OrbaxSource:
             return self._strings[name]
         array = self._open(name)
         if kind == "scalar":
-            return self._arrays[name].read().result().item()
+            if array.shape != ():
+                self._bad(name, f"the metadata says that it is a scalar, and it has the shape {array.shape}")
+            return self._elements(name, ()).item()
         return array
+
+    def _elements(self, name: str, where: tuple[slice, ...]) -> Any:
+        """Some elements of an array that was opened."""
+        opened = self._arrays[name]
+        try:
+            return (opened[where] if where else opened).read().result()
+        except ValueError as error:
+            self._bad(name, f"its bytes do not read: {str(error)[:300]}", error)
 
     def _open(self, name: str) -> Array:
         kvstore: dict[str, Any] = {**self._base, "path": f"{self._base['path']}{name}/"}
@@ -154,8 +163,19 @@ class OrbaxSource:
                 "cannot hold\n  nothing was written",
                 leaf=name,
             )
+        array = Array(name, dtype, tuple(opened.shape))
+        self._check_size(array, opened)
         self._arrays[name] = opened
-        return Array(name, dtype, tuple(opened.shape))
+        return array
+
+    def _check_size(self, array: Array, opened: Any) -> None:
+        """Before anybody goes by a shape: what it states may be far more than what somebody has written."""
+        chunk = opened.chunk_layout.read_chunk.shape or ()
+        require_memory(prod(chunk) * array.itemsize_bytes, f"one chunk of {array.name}")
+        if array.size_bytes <= self._stored_bytes:
+            return
+        if not opened.storage_statistics(query_fully_stored=True).result().fully_stored:
+            self._bad(array.name, f"not all of its shape {array.shape} was written")
 
     def _bad(self, file: str, what: str, cause: BaseException | None = None) -> NoReturn:
         raise ForeignDamaged(

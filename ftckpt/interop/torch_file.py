@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ import xxhash
 
 from ftckpt.boxes import whole
 from ftckpt.capture.tensors import dtype_name
-from ftckpt.errors import ForeignDamaged, ForeignUnsafe, FtckptError, NotRepresentable
-from ftckpt.interop.api import Array
+from ftckpt.errors import ForeignDamaged, ForeignUnsafe, FtckptError, NotRepresentable, StoreError
+from ftckpt.interop.api import Array, walk
 from ftckpt.interop.extents import Extent, Read, Windows, read_span
 from ftckpt.leaf import ITEMSIZE_BYTES
+from ftckpt.memory import require_memory
 from ftckpt.store import Files
 from ftckpt.store.api import Buffer
 
@@ -30,12 +32,15 @@ MAX_STRUCTURE_BYTES = 1 << 30
 
 
 class Slice(io.RawIOBase):
-    """Part of a file, for libraries that want to seek and read."""
+    """Part of a file, for libraries that want to seek and read. ``failed``: what the store said first, which
+    they may take for a broken file.
+    """
 
     def __init__(self, read: Read, file: str, start: int, stop: int) -> None:
         super().__init__()
         self._read, self._file, self._start, self._stop = read, file, start, stop
         self._at = start
+        self.failed: StoreError | None = None
 
     def readable(self) -> bool:
         return True
@@ -55,7 +60,11 @@ class Slice(io.RawIOBase):
         view = memoryview(into).cast("B")
         count = max(0, min(len(view), self._stop - self._at))
         if count:
-            view[:count] = self._read(self._file, self._at, self._at + count)
+            try:
+                view[:count] = self._read(self._file, self._at, self._at + count)
+            except StoreError as error:
+                self.failed = self.failed or error
+                raise
             self._at += count
         return count
 
@@ -104,29 +113,55 @@ def load_structure(read: Read, file: str, start: int, stop: int, where: str) -> 
 
     Raises:
         ForeignUnsafe: it holds more than tensors, containers and plain values. Nothing of it was run.
-        ForeignDamaged: it is no whole file of torch's.
+        ForeignDamaged: it is no whole file of torch's, or a tensor is larger than what is stored of it.
+        NotRepresentable: its parts are compressed, so that bytes have no place in it.
+        StoreError: it could not be read; that says nothing about it.
     """
     raw = Slice(read, file, start, stop)
     try:
-        with zipfile.ZipFile(raw) as archive:
-            order = [name for name in archive.namelist() if name.rpartition("/")[2] == "byteorder"]
-            endian = (
-                archive.read(order[0]) if order and archive.getinfo(order[0]).file_size < 16 else b"little"
-            )
-            structure = [i.file_size for i in archive.infolist() if i.filename.endswith("/data.pkl")]
-        if endian != b"little" or len(structure) != 1 or structure[0] > MAX_STRUCTURE_BYTES:
-            raise ForeignDamaged(f"byte order {endian!r:.20}, structure of {structure} bytes")
-        raw.seek(0)
-        return torch.load(io.BufferedReader(raw), map_location="meta", weights_only=True)  # noqa: TID251 - restricted
-    except FtckptError as error:
-        raise _bad(where, error.message) from error
-    except zipfile.BadZipFile as error:
-        raise _bad(where, f"{error}: cut off, or written by a torch older than 1.6") from error
+        return _structure(raw, where)
+    except FtckptError:
+        raise
     except Exception as error:
+        if raw.failed is not None:
+            raise raw.failed from None
+        if isinstance(error, zipfile.BadZipFile):
+            raise _bad(where, f"{error}: cut off, or written by a torch older than 1.6") from error
         text = str(error)
         if "Unsupported" in text or "WeightsUnpickler" in text or "weights_only" in text.lower():
             raise _unsafe(where, text) from error
         raise _bad(where, text[:300]) from error
+
+
+def _structure(raw: Slice, where: str) -> Any:
+    with zipfile.ZipFile(raw) as archive:
+        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        packed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise NotRepresentable(
+                f"NotRepresentable: {packed[0]} of {where} is compressed, and torch.save compresses nothing\n"
+                "  nothing was written; torch.load it where you trust it, and torch.save it again",
+                file=where,
+                member=packed[0],
+            )
+        named = {record.filename.rpartition("/")[2]: record for record in records}
+        order = named.get("byteorder")
+        endian = archive.read(order) if order is not None and order.file_size < 16 else b"little"
+    structure = [record.file_size for record in records if record.filename.endswith("/data.pkl")]
+    if endian != b"little" or len(structure) != 1 or structure[0] > MAX_STRUCTURE_BYTES:
+        raise _bad(where, f"byte order {endian!r:.20}, structure of {structure} bytes")
+    raw.seek(0)
+    tree = torch.load(io.BufferedReader(raw), map_location="meta", weights_only=True)  # noqa: TID251 - restricted
+    starts = [record.header_offset for record in records]
+    for path, tensor in walk(tree):
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            offset = storage._checkpoint_offset  # noqa: SLF001 - torch's own hook for this
+            held = records[bisect_right(starts, int(offset or 0)) - 1].file_size
+            if offset is not None and storage.nbytes() > held:
+                name = ".".join(map(str, path))
+                raise _bad(where, f"{name} needs {storage.nbytes()} bytes, and {held} are stored of it")
+    return tree
 
 
 def _unsafe(where: str, text: str) -> ForeignUnsafe:
@@ -151,6 +186,7 @@ def stored(tensor: torch.Tensor, name: str, file: str, base: int, where: str) ->
 
     Raises:
         NotRepresentable: a tensor that a run cannot hold.
+        NotEnoughMemory: its elements do not lie in order, and there is no room to put all of them in order.
     """
     dtype = dtype_name(tensor.dtype)
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
@@ -164,7 +200,10 @@ def stored(tensor: torch.Tensor, name: str, file: str, base: int, where: str) ->
     if offset is None:
         raise _bad(where, f"this torch does not say where the bytes of {name} are")
     array = Array(name, dtype, tuple(tensor.shape))
-    return Stored(array, file, base + int(offset), int(tensor.storage_offset()), tuple(tensor.stride()))
+    found = Stored(array, file, base + int(offset), int(tensor.storage_offset()), tuple(tensor.stride()))
+    if not found.contiguous:
+        require_memory(array.size_bytes, f"{name} in {where}, whose elements do not lie in order,")
+    return found
 
 
 class TorchSource:

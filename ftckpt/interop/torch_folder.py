@@ -12,7 +12,6 @@ import io
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -39,6 +38,7 @@ from ftckpt.interop.torch_file import Stored, load_structure, stored
 from ftckpt.interop.torch_metadata import read_metadata
 from ftckpt.leaf import ITEMSIZE_BYTES
 from ftckpt.manifest import MAX_NDIM
+from ftckpt.plan.assign import covers
 from ftckpt.store import Files
 from ftckpt.store.api import Buffer
 
@@ -333,10 +333,17 @@ class DcpSource:
                 raise self._bad(METADATA, f"it does not say where the part {box} of {name} is")
             if box.numel:
                 items.append(self._item(info, box, sizes))
-        if sum(item.box.numel for item in items) != prod(shape):
+        items = list(dict.fromkeys(items))  # the same part told twice is one
+        if not covers(shape, [(item.box, 0, item.box.numel) for item in items]):
             raise self._bad(METADATA, f"the parts of {name} do not tile its shape {shape}")
+        array = Array(name, dtype, shape)
+        short = [item for item in items if item.length < item.box.numel * array.itemsize_bytes]
+        if short:
+            raise self._bad(
+                short[0].file, f"{short[0].length} bytes of it cannot hold {short[0].box} of {name}"
+            )
         self._items[name] = items
-        return Array(name, dtype, shape)
+        return array
 
     def _item(self, info: Any, box: Box, sizes: dict[str, int]) -> _Item:
         file, offset, length = info.relative_path, info.offset, info.length
