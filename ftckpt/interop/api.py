@@ -6,7 +6,7 @@ a step. Neither knows the other, nor what a run is: ``importing`` and ``exportin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -16,6 +16,9 @@ import torch
 from ftckpt.boxes import Box, whole
 from ftckpt.leaf import ITEMSIZE_BYTES
 from ftckpt.store.api import Buffer
+
+MARK = "ftckpt-export.json"
+"""Stands in a folder for as long as an export into it has not ended."""
 
 Progress = Callable[[int, int], None]
 """Hears of bytes done, and of bytes in all."""
@@ -107,15 +110,22 @@ class Sink(Protocol):
         ...
 
     def refuses(self, outline: Outline) -> Sequence[str]:
-        """What in it has no form in this format; empty: nothing. Called before anything is changed."""
+        """What in it has no form in this format; empty: nothing. Called before anything is changed, so that
+        whatever else the export takes is looked at here, too.
+        """
         ...
 
-    def owns(self, name: str) -> bool:
-        """Whether a file of that name belongs to this format, so that ``--overwrite`` removes it."""
+    def owned(self, names: Collection[str], arrays: Sequence[str]) -> Sequence[str]:
+        """Which of the files at the destination make up what an export in this format wrote there, so that
+        ``--overwrite`` removes them. ``arrays``: those that exports had begun to write which did not end.
+
+        Raises:
+            DestinationTaken: what is there cannot be told from what others wrote.
+        """
         ...
 
-    def write(self, outline: Outline, read: Reading) -> None:
-        """Write everything, and what makes it a whole checkpoint last of all."""
+    def write(self, outline: Outline, read: Reading) -> Sequence[str]:
+        """Write everything, and what makes it a whole checkpoint last of all. Returns what was left out."""
         ...
 
 

@@ -24,8 +24,8 @@ from ftckpt.attempts import choose, find_run, look
 from ftckpt.boxes import Box
 from ftckpt.capture import place
 from ftckpt.copying import pinned
-from ftckpt.errors import DestinationTaken, NotRepresentable, StateMismatch
-from ftckpt.interop.api import Array, Outline, Progress, Sink, Want
+from ftckpt.errors import AlreadyExists, DestinationTaken, NotRepresentable, StateMismatch
+from ftckpt.interop.api import MARK, Array, Outline, Progress, Sink, Want
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.manifest import Commit, Fragment
 from ftckpt.memory import require_memory
@@ -36,10 +36,7 @@ from ftckpt.store.api import ObjectStore
 from ftckpt.values import TensorRef, unpack
 
 BATCH_BYTES = 32 << 20
-MARK = "ftckpt-export.json"
-"""Stands at the destination for as long as the export has not ended."""
-
-MARK_BYTES = 4096
+MARK_BYTES = 256 << 20
 _ALIGNED = 64
 
 DTYPES = {
@@ -95,7 +92,7 @@ def export(
     anew and completes it. ``pins`` keep a collector of the run away meanwhile. ``kind`` names the format.
 
     Raises:
-        DestinationTaken: something is there, and ``overwrite`` is off.
+        DestinationTaken: something is there, and ``overwrite`` is off; or another export began there.
         NotRepresentable, StateMismatch: it cannot be said in that format. Nothing was written.
         CorruptError: the step is damaged. What was written is not whole.
     """
@@ -110,8 +107,10 @@ def export(
         outline = replace(outline, about=about)
         _refuse(sink.refuses(outline), kind)
         what = json.dumps([kind, ref.digest, about, choice.component, choice.dtype])
-        with _marked(dest, sink, xxhash.xxh3_128_hexdigest(what.encode()), overwrite=overwrite):
-            sink.write(outline, _Reader(saved, origins, batch_bytes, progress, _total_bytes(outline)))
+        mark = _Mark(xxhash.xxh3_128_hexdigest(what.encode()), tuple(array.name for array in outline.arrays))
+        with _marked(dest, sink, mark, overwrite=overwrite):
+            reader = _Reader(saved, origins, batch_bytes, progress, _total_bytes(outline))
+            left_out = (*left_out, *sink.write(outline, reader))
     return Exported(
         ref.step,
         tuple(outline.trees),
@@ -265,29 +264,79 @@ def _refuse(reasons: Any, kind: str) -> None:
 # --- where it goes --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What is being exported, by digest; the arrays that it, or what was interrupted before it, writes; and
+    the files of what was there that have to go.
+    """
+
+    export: str
+    arrays: tuple[str, ...] = ()
+    going: tuple[str, ...] = ()
+
+    def body(self) -> bytes:
+        return json.dumps({"export": self.export, "arrays": self.arrays, "going": self.going}).encode()
+
+
 @contextmanager
-def _marked(dest: Files, sink: Sink, what: str, *, overwrite: bool) -> Iterator[None]:
-    """The destination made ready; it carries a mark until everything is there."""
+def _marked(dest: Files, sink: Sink, mark: _Mark, *, overwrite: bool) -> Iterator[None]:
+    """The destination made ready; it carries a mark until everything is there. Of several exports that begin
+    where none is, one is let in: files of two would be a checkpoint that nobody saved.
+    """
     if sink.single is not None:
         if sink.single in dest.sizes() and not overwrite:
             raise _taken(f"{dest.uri}/{sink.single}", "is there already")
         yield
         return
-    body = json.dumps({"export": what}).encode()
     names = dest.sizes()
-    again = MARK in names and dest.text(MARK, MARK_BYTES) == body
-    if names and not again and not overwrite:
-        left = "what another export left half way" if MARK in names else min(names)
+    found = _read_mark(dest) if MARK in names else None
+    if names and not overwrite and (found is None or found.export != mark.export):
+        left = "what another export left half way" if found is not None else min(names)
         raise _taken(dest.uri, f"is not empty: it holds {left}")
+    own = _own(sink, names, found)
+    if found is None:
+        _begin(dest, mark)
+        names = dest.sizes()
+        if len(names) > 1 and not overwrite:  # another export ended between the look and the mark
+            dest.delete([MARK])
+            raise _taken(dest.uri, f"is not empty: it holds {min(names.keys() - {MARK})}")
+        own = _own(sink, names, found)
+    if own or found is not None:
+        arrays = (*mark.arrays, *(found.arrays if found is not None else ()))
+        dest.put(MARK, replace(mark, arrays=tuple(dict.fromkeys(arrays)), going=tuple(own)).body())
     # First what makes a checkpoint whole, then the rest of it: a reader never takes a part for all.
-    own = sorted(name for name in names if sink.owns(name))
     heads = [name for name in own if "/" not in name and name.endswith((".json", ".metadata"))]
     for name in heads:
         dest.delete([name])
     dest.delete([name for name in own if name not in heads])
-    dest.put(MARK, body)
     yield
     dest.delete([MARK])
+
+
+def _own(sink: Sink, names: Mapping[str, int], found: _Mark | None) -> list[str]:
+    """The files that have to go."""
+    if found is None:
+        return sorted(sink.owned(names, ()))
+    going = names.keys() & set(found.going)
+    return sorted({*sink.owned(names, found.arrays), *going} - {MARK})
+
+
+def _begin(dest: Files, mark: _Mark) -> None:
+    try:
+        dest.store.create(MARK, mark.body())
+    except AlreadyExists as error:
+        ours = error.facts.get("after_unclear") and dest.maybe(MARK, MARK_BYTES) == mark.body()
+        if not ours:
+            raise _taken(dest.uri, "is where another export has just begun") from error
+
+
+def _read_mark(dest: Files) -> _Mark:
+    """The mark that is there. One that does not read is of some other export."""
+    try:
+        found = json.loads(dest.text(MARK, MARK_BYTES))
+        return _Mark(str(found["export"]), tuple(map(str, found["arrays"])), tuple(map(str, found["going"])))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return _Mark("")
 
 
 def _taken(where: str, how: str) -> DestinationTaken:

@@ -7,19 +7,22 @@ The folder holds ``model.safetensors``, or shards and an index that says which t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from ftckpt.capture import as_bytes_view
-from ftckpt.errors import ForeignDamaged, NotRepresentable, ObjectNotFound
-from ftckpt.interop.api import Array, Outline, Reading, Want, parts
+from ftckpt.errors import ForeignDamaged, NotRepresentable, ObjectNotFound, SettingsError
+from ftckpt.interop.api import MARK, Array, Outline, Reading, Want, parts
 from ftckpt.interop.extents import Extent, Windows, read_span
 from ftckpt.interop.headers import header, read_header, unsaid
 from ftckpt.store import Files
 from ftckpt.store.api import Buffer
+from ftckpt.store.keys import problem
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -29,9 +32,13 @@ SHARD_BYTES = 5_000_000_000
 
 PART_BYTES = 8 << 20
 MAX_INDEX_BYTES = 256 << 20
-MAX_BESIDE_BYTES = 256 << 20
+MAX_CONFIG_BYTES = 64 << 20
 _SUFFIX = ".safetensors"
 _WEIGHTS = (_SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_LOADED = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+"""What configs, tokenizers and a model's own code are in: an old one beside new weights would be wrong."""
+
+_SHARD = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 
 
 # --- out ------------------------------------------------------------------------------------------
@@ -47,11 +54,12 @@ class SingleSink:
     def refuses(self, outline: Outline) -> Sequence[str]:
         return unsaid(outline.arrays)
 
-    def owns(self, name: str) -> bool:
-        return name == self.single
+    def owned(self, names: Collection[str], arrays: Sequence[str]) -> Sequence[str]:
+        return [name for name in names if name == self.single]
 
-    def write(self, outline: Outline, read: Reading) -> None:
+    def write(self, outline: Outline, read: Reading) -> Sequence[str]:
         _write_file(self.dest, self.single, outline.arrays, outline.about, read)
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +84,28 @@ class FolderSink:
             found.insert(
                 0, f"the folder holds one model, and the step has the components {names}: choose one"
             )
+        if self.config is not None:
+            if _place(self.config) == _place(self.dest):
+                raise SettingsError(
+                    f"the folder of the config, {self.config.uri}, is the one to write to\n"
+                    "  nothing was changed; give the folder that the model was loaded from, or none: then what "
+                    "lies beside the weights stays as it is"
+                )
+            _read_config(self.config)
         return found
 
-    def owns(self, name: str) -> bool:
-        beside = self._beside() if self.config is not None else ()
-        return "/" not in name and (name.endswith(_SUFFIX) or name == INDEX or name in beside)
+    def owned(self, names: Collection[str], arrays: Sequence[str]) -> Sequence[str]:
+        return [name for name in names if name == INDEX or _SHARD.fullmatch(name)]
 
-    def write(self, outline: Outline, read: Reading) -> None:
+    def write(self, outline: Outline, read: Reading) -> Sequence[str]:
         """Config and tokenizer first, then the shards, then the index."""
-        config = self._copy_beside(outline)
+        config, left_out = self._copy_beside(outline)
         once = _ties(config)
         arrays = [array for array in outline.arrays if not (once and array.name in outline.tied)]
         shards = _sharded(arrays, self.shard_bytes)
         if len(shards) == 1:
             _write_file(self.dest, WHOLE, shards[0], outline.about, read)
-            return
+            return left_out
         names = [f"model-{n:05d}-of-{len(shards):05d}{_SUFFIX}" for n in range(1, len(shards) + 1)]
         for name, shard in zip(names, shards, strict=True):
             _write_file(self.dest, name, shard, outline.about, read)
@@ -99,43 +114,52 @@ class FolderSink:
             "weight_map": {a.name: name for name, shard in zip(names, shards, strict=True) for a in shard},
         }
         self.dest.put(INDEX, json.dumps(index, indent=2).encode())
+        return left_out
 
-    def _beside(self) -> list[str]:
-        assert self.config is not None
-        names = sorted(self.config.sizes())
-        return [name for name in names if "/" not in name and not name.endswith(_WEIGHTS)]
-
-    def _copy_beside(self, outline: Outline) -> Mapping[str, Any]:
-        """Copy what is no weights; returns the config."""
+    def _copy_beside(self, outline: Outline) -> tuple[Mapping[str, Any], list[str]]:
+        """Copy what is no weights; returns the config, and what cannot be copied. A text for people that is
+        there already stays.
+        """
         if self.config is None:
-            return {}
-        body = self.config.maybe(CONFIG, MAX_BESIDE_BYTES)
-        if body is None:
-            raise ForeignDamaged(
-                f"ForeignDamaged: {self.config.uri} has no {CONFIG}, so it is no folder of a model's config\n"
-                "  no weights were written; give the folder that the model was loaded from",
-                file=CONFIG,
-            )
-        config = _config(self.config, body)
-        for name in self._beside():
-            if name != CONFIG:
-                self.dest.put(name, self.config.text(name, MAX_BESIDE_BYTES))
+            return {}, []
+        body, config = _read_config(self.config)
+        there, left_out = self.dest.sizes(), []
+        for name, size_bytes in self.config.sizes().items():
+            if "/" in name or name in (CONFIG, MARK) or name.endswith(_WEIGHTS):
+                continue
+            if (why := problem(name)) is not None:
+                left_out.append(f"{name} of {self.config.uri} ({why})")
+            elif name not in there or name.endswith(_LOADED):
+                self.dest.copy(self.config, name, size_bytes)
         changed, dtype = dict(config), _dtype_of(outline.arrays)
         if dtype is not None:
             changed.update((key, dtype) for key in ("dtype", "torch_dtype") if key in config)
         self.dest.put(CONFIG, body if changed == config else json.dumps(changed, indent=2).encode())
-        return changed
+        return changed, left_out
 
 
-def _config(files: Files, body: bytes) -> dict[str, Any]:
+def _place(files: Files) -> str:
+    """An address that two names of one folder share."""
+    folder = files.uri.removeprefix("file://")
+    return files.uri if folder == files.uri else os.path.realpath(folder)
+
+
+def _read_config(files: Files) -> tuple[bytes, dict[str, Any]]:
+    body = files.maybe(CONFIG, MAX_CONFIG_BYTES)
+    if body is None:
+        raise ForeignDamaged(
+            f"ForeignDamaged: {files.uri} has no {CONFIG}, so it is no folder of a model's config\n"
+            "  nothing was changed; give the folder that the model was loaded from",
+            file=CONFIG,
+        )
     try:
         config = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ForeignDamaged(
-            f"ForeignDamaged: {CONFIG} of {files.uri} does not read: {error}\n  no weights were written",
+            f"ForeignDamaged: {CONFIG} of {files.uri} does not read: {error}\n  nothing was changed",
             file=CONFIG,
         ) from error
-    return config if isinstance(config, dict) else {}
+    return body, config if isinstance(config, dict) else {}
 
 
 def _ties(config: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
@@ -71,10 +71,10 @@ class DcpSink:
             return [str(error)]
         return [f"{'.'.join(map(str, path))}: a name that is no text" for path in _odd(outline)]
 
-    def owns(self, name: str) -> bool:
-        return "/" not in name and (name.endswith(_SUFFIX) or name == METADATA)
+    def owned(self, names: Collection[str], arrays: Sequence[str]) -> Sequence[str]:
+        return [name for name in names if "/" not in name and (name.endswith(_SUFFIX) or name == METADATA)]
 
-    def write(self, outline: Outline, read: Reading) -> None:
+    def write(self, outline: Outline, read: Reading) -> Sequence[str]:
         flat, mapping = _flattened(outline)
         tensors = {name: value for name, value in flat.items() if isinstance(value, Array)}
         rest = {name: value for name, value in flat.items() if name not in tensors}
@@ -90,6 +90,7 @@ class DcpSink:
             chunks = [_chunk(box) for box in parts(array, ITEM_BYTES)]
             described[name] = TensorStorageMetadata(_properties(array), torch.Size(array.shape), chunks)
         writer.finish(Metadata(described, planner_data=mapping), results)
+        return ()
 
 
 def _files(items: Sequence[tuple[str, Array, Box]]) -> list[list[WriteItem]]:

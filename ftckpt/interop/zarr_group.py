@@ -7,7 +7,8 @@ address will do. Metadata comes after all chunks: that of arrays, then the group
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,12 +18,14 @@ import tensorstore as ts
 
 from ftckpt.boxes import Box
 from ftckpt.capture import as_bytes_view
+from ftckpt.errors import DestinationTaken, ObjectDamaged
 from ftckpt.interop.api import Array, Outline, Reading
 from ftckpt.store import Files
 
 CHUNK_BYTES = 8 << 20
 GROUP = "zarr.json"
 MAX_NAME_BYTES = 180
+MAX_GROUP_BYTES = 256 << 20
 _NAMES = frozenset(
     {
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -47,11 +50,25 @@ class ZarrSink:
         long = [a.name for a in outline.arrays if len(folder(a.name).encode()) > MAX_NAME_BYTES]
         return found + [f"{name[:60]}…: too long for a folder's name" for name in long]
 
-    def owns(self, name: str) -> bool:
-        inside = name.split("/")
-        return (inside[-1] == GROUP and len(inside) <= 2) or (len(inside) > 1 and inside[1] == "c")
+    def owned(self, names: Collection[str], arrays: Sequence[str]) -> Sequence[str]:
+        folders = {folder(array) for array in arrays} | self._named(names)
+        own = [name for name in names if _is_part(name, folders)]
+        return [GROUP, *own] if GROUP in names else own
 
-    def write(self, outline: Outline, read: Reading) -> None:
+    def _named(self, names: Collection[str]) -> set[str]:
+        """The folders that the group that is there says are arrays of ours."""
+        if GROUP not in names:
+            return set()
+        try:
+            return set(json.loads(self.dest.text(GROUP, MAX_GROUP_BYTES))["attributes"]["ftckpt"]["names"])
+        except (ValueError, KeyError, TypeError, RecursionError, ObjectDamaged) as error:
+            raise DestinationTaken(
+                f"DestinationTaken: {GROUP} of {self.dest.uri} is not of an export, so nothing says which arrays "
+                "are of it\n  nothing was changed; give another address, or remove what is there",
+                uri=self.dest.uri,
+            ) from error
+
+    def write(self, outline: Outline, read: Reading) -> Sequence[str]:
         context = ts.Context()
         grids = {array.name: _opened(array, context) for array in outline.arrays}
         cells = [(array, box) for array in outline.arrays for box in _cells(array)]
@@ -64,6 +81,7 @@ class ZarrSink:
         about = {**outline.about, "names": {folder(a.name): a.name for a in outline.arrays}}
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"ftckpt": about}}
         self.dest.put(GROUP, json.dumps(group, indent=2).encode())
+        return ()
 
     def _put_chunk(self, array: Array, grid: Any, box: Box, raw: memoryview) -> None:
         """Have one chunk encoded, and carry it over."""
@@ -81,6 +99,12 @@ def folder(name: str) -> str:
     """A tensor's name as the name of a folder."""
     text = "".join(c if c.isprintable() and c not in "/\\\\%" else f"%{ord(c):02X}" for c in name)
     return f"%2E{text[1:]}" if text.startswith(".") else text if text not in ("", GROUP) else f"%{text}"
+
+
+def _is_part(name: str, folders: AbstractSet[str]) -> bool:
+    """Whether a file is the metadata or a chunk of an array in one of the folders."""
+    first, *rest = name.split("/")
+    return first in folders and (rest == [GROUP] or rest[:1] == ["c"])
 
 
 def chunk_shape(array: Array) -> tuple[int, ...]:

@@ -21,13 +21,31 @@ DOTTED = frozenset({".metadata"})
 
 def check_key(key: str, *, op: str, uri: str) -> None:
     """Raise ``StoreError`` unless ``key`` names an object below the prefix."""
-    if (problem := _problem(key)) is not None:
+    if (found := problem(key)) is not None:
         raise StoreError(
-            f"{op} {key!r} in {uri}: not a key, because {problem}\n  nothing was read or written",
+            f"{op} {key!r} in {uri}: not a key, because {found}\n  nothing was read or written",
             op=op,
             key=key,
             uri=uri,
         )
+
+
+def problem(key: str) -> str | None:
+    """Why a string is no key; ``None``: it is one."""
+    if not key:
+        return "it is empty"
+    if len(key.encode("utf-8", "surrogateescape")) > MAX_KEY_BYTES:
+        return f"it is longer than {MAX_KEY_BYTES} bytes"
+    if "\\" in key or not key.isprintable():
+        return "it holds a backslash or a character that cannot be printed"
+    for part in key.split("/"):
+        if not part:
+            return "a part of it is empty"
+        if part.startswith(".") and part not in DOTTED:
+            return f"its part {part!r} begins with a dot"
+        if len(part.encode("utf-8", "surrogateescape")) > MAX_PART_BYTES:
+            return f"a part of it is longer than {MAX_PART_BYTES} bytes"
+    return None
 
 
 def check_prefix(prefix: str, *, uri: str) -> None:
@@ -44,20 +62,3 @@ def view(body: Buffer) -> memoryview:
 def is_below(key: str, prefix: str) -> bool:
     """Whether a scan of ``prefix`` shows ``key``."""
     return not prefix or key.startswith(f"{prefix}/")
-
-
-def _problem(key: str) -> str | None:
-    if not key:
-        return "it is empty"
-    if len(key.encode("utf-8", "surrogateescape")) > MAX_KEY_BYTES:
-        return f"it is longer than {MAX_KEY_BYTES} bytes"
-    if "\\" in key or not key.isprintable():
-        return "it holds a backslash or a character that cannot be printed"
-    for part in key.split("/"):
-        if not part:
-            return "a part of it is empty"
-        if part.startswith(".") and part not in DOTTED:
-            return f"its part {part!r} begins with a dot"
-        if len(part.encode("utf-8", "surrogateescape")) > MAX_PART_BYTES:
-            return f"a part of it is longer than {MAX_PART_BYTES} bytes"
-    return None

@@ -325,7 +325,7 @@ def test_a_metadata_that_asks_for_memory_is_refused_without_taking_it(body):
     assert peak < 1 << 20
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_damaged_metadata_is_refused_and_nothing_else(metadata_bytes, data):
     at = data.draw(st.integers(0, len(metadata_bytes) - 1))
