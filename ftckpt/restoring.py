@@ -107,7 +107,7 @@ class Restored:
 
 
 def read_ref(store: ObjectStore, ref: Ref) -> Commit:
-    """The commit that a start names, proven by its digest.
+    """The commit that a start names, or that was chosen a moment ago, proven by its digest.
 
     Raises:
         ObjectDamaged: it is not there, or not the one that was named.
@@ -116,7 +116,8 @@ def read_ref(store: ObjectStore, ref: Ref) -> Commit:
     if found is None or found[1] != ref:
         state = "is absent" if found is None else "is not the record that was named"
         raise ObjectDamaged(
-            f"ObjectDamaged: {commit_key(ref.at)}, which this attempt goes on from, {state}",
+            f"ObjectDamaged: {commit_key(ref.at)}, which is to be read, {state}\n"
+            "  nothing was changed; somebody collected it or replaced it",
             key=commit_key(ref.at),
             step=ref.step,
         )

@@ -2,8 +2,8 @@
 
 DCP pickles such values, and unpickles whatever it finds under their keys. Here a plain value is kept as
 tagged MessagePack and given back to the planner as DCP's form of that very value: what torch then
-unpickles was made a moment ago, of plain values, in this process. Only what has no form of ours is kept
-as the planner gave it, and is unpickled by torch as DCP always does.
+unpickles was made a moment ago, of plain values, in this process. What has no form of ours is refused;
+it is kept as the planner gave it, and given back to be unpickled, only where both sides ask for that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from ftckpt import values
-from ftckpt.errors import UnsupportedValue
+from ftckpt.errors import UnsupportedValue, first_line
 from ftckpt.interop.dcp.names import Form
 
 LARGEST_PLAIN_BYTES = 16 << 10
@@ -33,18 +33,32 @@ class Lowered:
     position: int = 0
 
 
-def lower(item: WriteItem, planner: SavePlanner) -> Lowered:
-    """What is to be kept of a value that is no tensor."""
+def lower(item: WriteItem, planner: SavePlanner, *, allow_pickle: bool) -> Lowered:
+    """What is to be kept of a value that is no tensor.
+
+    Raises:
+        UnsupportedValue: it has no form but a pickle, and that is not allowed.
+    """
+    why = f"{type(planner).__qualname__} spells values itself"
     if isinstance(planner, DefaultSavePlanner) and _gives_what_it_has(planner):
         value = planner.lookup_object(item.index)
         if type(value) is io.BytesIO:
             return Lowered("stream", value.getvalue(), value.tell())
         try:
             data = values.pack(value, leaf=item.index.fqn)
-        except UnsupportedValue:
-            pass
+        except UnsupportedValue as error:
+            why = first_line(error)
         else:
             return Lowered("plain" if len(data) <= LARGEST_PLAIN_BYTES else "packed", data)
+    if not allow_pickle:
+        raise UnsupportedValue(
+            f"UnsupportedValue: {item.index.fqn} has no form but the bytes that the planner gives, a pickle to DCP\n"
+            f"  {why}\n"
+            "  this step will not be readable; earlier commits are intact\n"
+            "  convert it to tensors, numbers, text, lists or dicts; or keep the pickle, which runs code when it is "
+            "loaded: StorageWriter(uri, allow_pickle=True), and StorageReader likewise",
+            leaf=item.index.fqn,
+        )
     given = planner.resolve_data(item)
     assert isinstance(given, io.BytesIO), type(given)
     return Lowered("given", given.getvalue())

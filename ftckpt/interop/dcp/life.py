@@ -14,7 +14,7 @@ from ftckpt.attempts import check_fence, look, read_start
 from ftckpt.begin import begin, this_process
 from ftckpt.commit import abort, read_commit
 from ftckpt.elastic.launch import Launch
-from ftckpt.errors import SaveFailed
+from ftckpt.errors import SaveFailed, SettingsError
 from ftckpt.events import Events
 from ftckpt.interop.dcp.steps import Ticket
 from ftckpt.lineage import on_lineage
@@ -80,18 +80,36 @@ def begin_life(
 ) -> Life:
     """Claim the next attempt of the run, from its newest commit or that of ``step``; or, under a supervisor
     of this very run, live in the attempt that it began.
+
+    Raises:
+        SettingsError: the supervisor began that attempt from another step than ``step``.
     """
     if launch.attempt is None or launch.run is None or not _same(launch.run, store, options):
         caller = replace(this_process(nproc=world), settings={"run": address})
         begun = begin(store, caller, name=uuid.uuid4().hex, step=step, on_empty="start", events=events)
         return _life(begun.claim.attempt, begun.start.parent, ())
+    parent = read_start(store, launch.attempt).parent
+    if step is not None and (parent is None or parent.step != step):
+        raise _begun_elsewhere(store, launch.attempt, parent, step)
     seen = look(store)
     taken = [at for at in seen.view.commits if at.attempt == launch.attempt]
     own = next((at for at in on_lineage(seen.view, newest=launch.attempt) if at in taken), None)
     if own is not None and own in seen.damaged:
         raise seen.damaged[own]
-    parent = read_start(store, launch.attempt).parent if own is None else seen.refs[own]
-    return _life(launch.attempt, parent, taken)
+    return _life(launch.attempt, parent if own is None else seen.refs[own], taken)
+
+
+def _begun_elsewhere(store: ObjectStore, attempt: int, parent: Ref | None, step: int) -> SettingsError:
+    found = "with nothing" if parent is None else f"from step {parent.step}"
+    return SettingsError(
+        f"SettingsError: StorageWriter(step={step}), but the supervisor began attempt {attempt} of {store.uri} "
+        f"{found}\n"
+        "  under a supervisor it alone says where an attempt goes on from; nothing was written\n"
+        f"  leave step out of the program, and end the job and start it with `ftckpt resume RUN --step {step}`",
+        setting="step",
+        step=step,
+        attempt=attempt,
+    )
 
 
 def _life(attempt: int, parent: Ref | None, taken: Sequence[Position]) -> Life:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from math import prod
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
@@ -27,12 +28,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ftckpt import values
-from ftckpt.errors import RecordCorrupt, StateMismatch, UnsupportedValue
+from ftckpt.errors import FtckptError, RecordCorrupt, StateMismatch, UnsupportedValue
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
+from ftckpt.manifest import MAX_LEAF_BYTES, MAX_NDIM
+from ftckpt.memory import require_memory
 from ftckpt.values import TensorRef
 
 INTERNAL = "ftckpt"
 """The component that is nobody's key: it says what of a step is what for DCP."""
+
+_KIND = "dcp"
 
 DCP_VERSION = "1.0.0"
 """Of the metadata that DCP's own file writer makes."""
@@ -43,6 +48,7 @@ packed like a tree, the content of a ``BytesIO``, or just what the planner gave.
 """
 
 Path = tuple[str | int, ...]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,7 @@ def component_values(contents: Contents) -> dict[str, object]:
         "bytes": {key: (kept.form, kept.size_bytes, kept.position) for key, kept in contents.kept.items()},
         "values": list(contents.plain),
     }
-    return {**trees, INTERNAL: {"kind": "dcp", "tree": {"dcp": dcp}}}
+    return {**trees, INTERNAL: {"kind": _KIND, "tree": {"dcp": dcp}}}
 
 
 def _ordered(keys: Iterable[str], planner_data: object) -> list[str]:
@@ -147,10 +153,15 @@ def _ordered(keys: Iterable[str], planner_data: object) -> list[str]:
 def _below(key: str, planner_data: object) -> Path:
     """The path of a key below its component."""
     path: object = planner_data.get(key) if isinstance(planner_data, Mapping) else None
-    if not isinstance(path, tuple) or ".".join(map(str, path)) != key or type(path[0]) is not str:
-        path = (key,)
-    _, dot, tail = path[0].partition(".")
-    return (*((tail,) if dot else ()), *path[1:])
+    first, *rest = path if isinstance(path, tuple) and _spells(path, key) else (key,)
+    _, dot, tail = first.partition(".")
+    return (*((tail,) if dot else ()), *rest)
+
+
+def _spells(path: Sequence[object], key: object) -> bool:
+    """Whether it is the path that DCP's planners give a key."""
+    plain = all(type(part) in (str, int) for part in path) and path and type(path[0]) is str
+    return bool(plain) and ".".join(map(str, path)) == key
 
 
 def _nested(entries: Mapping[Path, object], depth: int) -> Any:
@@ -190,43 +201,90 @@ def contents_of(trees: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> Cont
     Raises:
         RecordCorrupt: a tree is not what the format writes.
         StateMismatch: two values of a session's step would have one key.
+        NotEnoughMemory: DCP's tools would make lists of more places than memory holds.
     """
+    try:
+        if says_itself(trees):
+            return _of_dcp(trees, trees[INTERNAL]["tree"]["dcp"])
+        return _of_session(trees, specs)
+    except FtckptError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise RecordCorrupt(
+            "RecordCorrupt: what the step says that it holds is not what this format writes: "
+            f"{type(error).__name__}: {str(error)[:200]}\n"
+            "  nothing was changed; another step may be intact"
+        ) from error
+
+
+def says_itself(trees: Mapping[str, Any]) -> bool:
+    """Whether DCP saved the step, so that one value leaf says all that it holds."""
     internal = trees.get(INTERNAL)
-    dcp = _get(_get(internal, "tree"), "dcp")
-    if isinstance(dcp, dict):
-        try:
-            return _of_dcp(trees, dcp)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise RecordCorrupt(
-                f"RecordCorrupt: what the step says of itself to DCP is not what this format writes: {error!r}\n"
-                "  nothing was changed; another step may be intact"
-            ) from error
-    return _of_session(trees, specs)
+    return isinstance(internal, dict) and internal.get("kind") == _KIND
 
 
-def _get(node: object, key: str) -> object:
-    return node.get(key) if isinstance(node, dict) else None
-
-
-def _of_dcp(trees: Mapping[str, Any], dcp: Mapping[str, Any]) -> Contents:
-    planner_data = dcp["planner"]
-    tensors = {}
-    for key, (dtype, shape) in dcp["tensors"].items():
-        if dtype not in ITEMSIZE_BYTES or any(type(n) is not int or n < 0 for n in shape):
-            raise ValueError(f"{key}: {dtype!r:.60} of shape {shape!r:.60}")
-        tensors[key] = LeafSpec(leaf_name(key), "tensor", dtype, tuple(shape))
-    kept = {}
-    for key, (form, size_bytes, position) in dcp["bytes"].items():
-        if form not in ("packed", "stream", "given") or type(size_bytes) is not int or size_bytes < 0:
-            raise ValueError(f"{key}: {size_bytes!r:.60} bytes as {form!r:.60}")
-        kept[key] = Kept(form, size_bytes, position)
-    plain = {}
-    for key in dcp["values"]:
-        node = trees[component_of(key)]["tree"]
-        for part in _below(key, planner_data):
-            node = node[part]
-        plain[key] = node
+def _of_dcp(trees: Mapping[str, Any], dcp: Any) -> Contents:
+    planner_data = _a(dict, dcp)["planner"]
+    tensors: dict[str, LeafSpec] = {}
+    for key, (dtype, shape) in _a(dict, dcp["tensors"]).items():
+        tensors[key] = LeafSpec(leaf_name(_a(str, key)), "tensor", _a(str, dtype), _shape(shape, dtype))
+    kept: dict[str, Kept] = {}
+    for key, (form, size_bytes, position) in _a(dict, dcp["bytes"]).items():
+        if form not in ("packed", "stream", "given"):
+            raise ValueError(f"{key!r:.60} is kept as {form!r:.60}")
+        _shape((size_bytes,), "uint8")
+        if not 0 <= _a(int, position) <= MAX_LEAF_BYTES or (position and form != "stream"):
+            raise ValueError(f"{key!r:.60}, kept as {form}, stands at {position}")
+        kept[_a(str, key)] = Kept(form, size_bytes, position)
+    plain: dict[str, object] = {}
+    for key in _a(list, dcp["values"]):
+        plain[key] = _standing(trees, _a(str, key), planner_data)
+        if _holds_tensors(plain[key]):
+            raise ValueError(f"the value {key!r:.60} holds a tensor")
+    if len({*tensors, *kept, *plain}) != len(tensors) + len(kept) + len(dcp["values"]):
+        raise ValueError("one key twice")
+    for key in (*tensors, *kept):
+        if _standing(trees, key, planner_data) != TensorRef(leaf_name(key)):
+            raise ValueError(f"{key!r:.60} does not stand in the tree of its component")
+    _bound_places(planner_data)
     return Contents(tensors, kept, plain, planner_data)
+
+
+def _a(kind: type[_T], value: object) -> _T:
+    if type(value) is not kind:
+        raise TypeError(f"{kind.__name__} expected, {type(value).__name__} found")
+    return value
+
+
+def _shape(shape: object, dtype: str) -> tuple[int, ...]:
+    """Extents that a leaf of that dtype can have."""
+    extents = _a(tuple, shape)
+    if len(extents) > MAX_NDIM or any(type(n) is not int or n < 0 for n in extents):
+        raise ValueError(f"shape {extents!r:.60}")
+    if prod(n or 1 for n in extents) * ITEMSIZE_BYTES[dtype] > MAX_LEAF_BYTES:
+        raise ValueError(f"{dtype} of shape {extents!r:.60} is larger than a leaf can be")
+    return extents
+
+
+def _standing(trees: Mapping[str, Any], key: str, planner_data: object) -> object:
+    """What stands under a key in the tree of its component."""
+    node: object = trees[component_of(key)]["tree"]
+    for part in _below(key, planner_data):
+        if isinstance(node, list) and type(part) is int and part >= 0:
+            node = node[part]
+        else:
+            node = _a(dict, node)[part]
+    return node
+
+
+def _bound_places(planner_data: object) -> None:
+    """DCP's tools make lists as long as a path says. Where a path spells its key it was followed, and the list is
+    in the tree; where it does not, it is the planner's own affair, and must not take all memory.
+    """
+    paths = planner_data.items() if isinstance(planner_data, Mapping) else ()
+    odd = [p for key, p in paths if isinstance(p, list) or (isinstance(p, tuple) and not _spells(p, key))]
+    places = sum(part for path in odd for part in path if type(part) is int and part > 0)
+    require_memory(8 * places, "lists as long as the paths say that the planner left")
 
 
 def _of_session(trees: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> Contents:
@@ -243,6 +301,8 @@ def _of_session(trees: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> Cont
             spec = specs.get(value.name)
             if spec is None:
                 return
+            if spec.kind != "tensor":
+                raise ValueError(f"{key!r:.60} is said to be a tensor, and {spec.name} is none")
             tensors[key] = spec
         elif _holds_tensors(value):
             return

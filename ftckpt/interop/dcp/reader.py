@@ -8,6 +8,7 @@ cannot set ranks apart.
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,18 +27,33 @@ from ftckpt.bounds import require_number
 from ftckpt.boxes import Box, whole
 from ftckpt.capture import as_bytes_view, place
 from ftckpt.capture.tensors import can_fill, dtype_name, fresh_tensor
-from ftckpt.commit import read_commit
-from ftckpt.errors import ObjectDamaged, RecordCorrupt, RestoreIncomplete, SettingsError, StateMismatch
+from ftckpt.errors import (
+    ForeignUnsafe,
+    FtckptError,
+    RecordCorrupt,
+    RestoreIncomplete,
+    SettingsError,
+    StateMismatch,
+)
 from ftckpt.events import Events, to_logging
 from ftckpt.interop.dcp.forms import as_given, in_dcp_form
-from ftckpt.interop.dcp.names import INTERNAL, Contents, Kept, component_of, contents_of, metadata_of
+from ftckpt.interop.dcp.names import (
+    Contents,
+    Kept,
+    component_of,
+    contents_of,
+    metadata_of,
+    says_itself,
+)
 from ftckpt.interop.dcp.steps import SUMMARY, step_of
-from ftckpt.layout import commit_key, parse_writer
+from ftckpt.layout import parse_writer
 from ftckpt.leaf import LeafSpec
-from ftckpt.manifest import MAX_STEP, Commit, Fragment, FragmentRef, Ref
-from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore
+from ftckpt.manifest import MAX_STEP, Commit, Fragment, FragmentRef, Position, Ref
+from ftckpt.memory import require_memory
+from ftckpt.plan.restore import Fetch, Placement, index_chunks, packs_of, plan_restore
 from ftckpt.reader import (
     DEFAULT,
+    Place,
     ReadSettings,
     check_packs,
     fetch,
@@ -46,6 +62,7 @@ from ftckpt.reader import (
     read_fragments,
     read_values,
 )
+from ftckpt.restoring import read_ref
 from ftckpt.store import LocalStore, open_store
 from ftckpt.store.api import ObjectStore
 from ftckpt.store.nearest import NearestStore
@@ -65,21 +82,23 @@ class _Opened:
 class _Filling:
     """What one load reads: boxes of leaves into memory, and what is done once all of it is there."""
 
-    wants: list[tuple[LeafSpec, Box]] = field(default_factory=list)
-    memory: list[torch.Tensor] = field(default_factory=list)
-    casts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Where to copy from, and into what, because it could not be read in place."""
     tensors: list[tuple[ReadItem, torch.Tensor]] = field(default_factory=list)
-    kept: list[tuple[ReadItem, Kept, torch.Tensor]] = field(default_factory=list)
+    """What is asked for, and what the planner gave to be filled."""
+    wants: list[tuple[LeafSpec, Box]] = field(default_factory=list)
+    """Of each of ``tensors``."""
+    memory: list[torch.Tensor] = field(default_factory=list)
+    """Where each of ``tensors`` is read to: into what the planner gave, or beside it where that cannot be."""
+    kept: list[tuple[ReadItem, Kept, LeafSpec]] = field(default_factory=list)
     plain: list[ReadItem] = field(default_factory=list)
-    live: set[int] = field(default_factory=set)
-    """Wants that are read straight into what the planner gave."""
 
-    def want(self, spec: LeafSpec, box: Box, memory: torch.Tensor, *, live: bool = False) -> None:
-        if live:
-            self.live.add(len(self.wants))
-        self.wants.append((spec, box))
-        self.memory.append(memory)
+    @property
+    def wants_kept(self) -> list[tuple[LeafSpec, Box]]:
+        """The whole leaves of what is no tensor."""
+        return [(spec, whole(spec.shape)) for _, _, spec in self.kept]
+
+    def is_beside(self, number: int) -> bool:
+        """Whether a tensor has yet to be copied to where the planner wants it."""
+        return self.memory[number] is not self.tensors[number][1]
 
 
 class StorageReader(Interface):
@@ -93,7 +112,10 @@ class StorageReader(Interface):
         uri: a folder or bucket address; see ``ftckpt.store.open_store``.
         step: which step; the newest if left out. ``checkpoint_id`` says so as well.
         cast: convert tensors that were saved with another dtype, as DCP does in silence; else refused.
-        tiers: folders of this machine that are asked first for packs.
+        tiers: folders of this machine that are asked first for fragments and packs; what is to be read, the run
+            says.
+        allow_pickle: give the planner what was kept as a pickle (``StorageWriter(allow_pickle=True)``), which torch
+            then unpickles: that runs whatever lies in the store. Else such a load is refused.
         store_options: settings of the store; ``AWS_*`` variables otherwise.
 
     Errors reach all ranks as DCP's ``CheckpointException``, whose ``failures`` hold the error itself.
@@ -106,6 +128,7 @@ class StorageReader(Interface):
         *,
         cast: bool = False,
         tiers: Sequence[str | os.PathLike[str]] = (),
+        allow_pickle: bool = False,
         settings: ReadSettings = DEFAULT,
         store_options: Mapping[str, object] | None = None,
         events: Events = to_logging,
@@ -114,8 +137,10 @@ class StorageReader(Interface):
         require_number("step", step, low=0, high=MAX_STEP, whole=True, optional=True)
         self._uri = os.fspath(uri)
         self._step = step
+        self._asked: int | None = None
         self._cast = cast
         self._tiers = tuple(os.fspath(tier) for tier in tiers)
+        self._allow_pickle = allow_pickle
         self._settings = settings
         self._store_options = dict(store_options or {})
         self._events = events
@@ -133,10 +158,9 @@ class StorageReader(Interface):
     # --- what DCP calls, in this order --------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
-        """The next load is of that step."""
+        """The next load is of that step; those after it are of the reader's own again."""
         self._opened = None
-        if checkpoint_id is not None:
-            self._step = step_of(checkpoint_id)
+        self._asked = None if checkpoint_id is None else step_of(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """What the step holds, by key.
@@ -145,11 +169,13 @@ class StorageReader(Interface):
             RunNotFound, NoCommit, StepNotFound: nothing to read.
             CorruptError, StoreError: it could not be read.
         """
-        with self._store() as store:
-            find_run(store)
-            ref = choose(look(store), store.uri, self._step)
-            self._opened = opened = _open(store, ref, self._settings)
-            where = {"uri": store.uri, "step": ref.step, "attempt": ref.attempt}
+        step = self._step if self._asked is None else self._asked
+        self._asked = None  # DCP resets nothing before a load that names no step
+        with self._stores() as (far, nearest):
+            find_run(far)
+            ref = choose(look(far), far.uri, step)
+            self._opened = opened = _open(far, nearest, ref, self._settings)
+            where = {"uri": far.uri, "step": ref.step, "attempt": ref.attempt}
             return metadata_of(opened.contents, where)
 
     def set_up_storage_reader(
@@ -167,27 +193,33 @@ class StorageReader(Interface):
         return [replace(plan, storage_data=self._opened.ref) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for. Tensors first; values when every byte was read.
+        """Read what the plan asks for. Values first, so that they are known to be whole when the first tensor is
+        overwritten; they are given to the planner last.
 
         Raises:
             StateMismatch: a dtype differs, or the commit lacks what this rank asks for. Nothing was changed.
+            ForeignUnsafe: it asks for what is kept as a pickle, and that was not allowed. Nothing was changed.
+            NotEnoughMemory: its values take more than there is. Nothing was changed.
             ObjectDamaged, RecordCorrupt: something it needs is absent or damaged. Nothing was changed.
-            RestoreIncomplete: it failed after it had begun to overwrite tensors, which it names.
+            RestoreIncomplete: it failed after it had begun to overwrite what it names.
         """
-        with self._store() as store:
+        with self._stores() as (far, nearest):
             opened, ref = self._opened, plan.storage_data
             if opened is None or opened.ref != ref:
-                opened = self._opened = _open(store, ref, self._settings)
+                opened = self._opened = _open(far, nearest, ref, self._settings)
             filling = self._filling(plan.items, planner, opened)
-            self._read(store, opened, filling)
-        for source, target in filling.casts:
-            target.copy_(source)
-        for item, target in filling.tensors:
-            planner.commit_tensor(item, target)
-        for item, kept, memory in filling.kept:
-            planner.load_bytes(item, as_given(kept.form, bytes(as_bytes_view(memory)), kept.position))
-        for item in filling.plain:
-            planner.load_bytes(item, in_dcp_form(opened.contents.plain[item.storage_index.fqn]))
+            of_tensors, of_kept = _fetches(nearest, opened, filling)
+            given = self._given(nearest, opened, filling, of_kept)
+            with _overwriting(ref.at) as begun:
+                self._fill(nearest, ref.at, filling, of_tensors, begun)
+                for number, (item, target) in enumerate(filling.tensors):
+                    begun.add(item.storage_index.fqn)
+                    if filling.is_beside(number):
+                        target.copy_(filling.memory[number])
+                    planner.commit_tensor(item, target)
+                for item, stream in given:
+                    begun.add(item.storage_index.fqn)
+                    planner.load_bytes(item, stream)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -195,11 +227,12 @@ class StorageReader(Interface):
     # --- how ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _store(self) -> Iterator[ObjectStore]:
+    def _stores(self) -> Iterator[tuple[ObjectStore, ObjectStore]]:
+        """The run, which says what is to be read; and it with its tiers, for what the reader can prove."""
         far = open_store(self._uri, options=self._store_options, allow_unconditional=True)
         try:
             near = [LocalStore(tier) for tier in self._tiers if tier != self._uri]
-            yield NearestStore([*near, far], self._events)
+            yield far, NearestStore([*near, far], self._events)
         finally:
             far.close()
 
@@ -212,9 +245,9 @@ class StorageReader(Interface):
             if item.type == LoadItemType.BYTE_IO:
                 if key in contents.kept:
                     assert spec is not None
-                    memory = fresh_tensor(spec.shape, spec.dtype)
-                    filling.want(spec, whole(spec.shape), memory)
-                    filling.kept.append((item, contents.kept[key], memory))
+                    if contents.kept[key].form == "given" and not self._allow_pickle:
+                        raise _pickled(key, opened.ref)
+                    filling.kept.append((item, contents.kept[key], spec))
                 elif key in contents.plain:
                     filling.plain.append(item)
                 else:
@@ -231,13 +264,10 @@ class StorageReader(Interface):
             if not saved and not self._cast:
                 differing.append(f"{key}: saved {spec.dtype}, asked for as {dtype_name(target.dtype)}")
                 continue
-            if saved and can_fill(target):
-                filling.want(spec, box, target, live=True)
-            else:
-                memory = fresh_tensor(box.extent, spec.dtype)
-                filling.want(spec, box, memory)
-                filling.casts.append((memory, target))
+            in_place = saved and can_fill(target)
             filling.tensors.append((item, target))
+            filling.wants.append((spec, box))
+            filling.memory.append(target if in_place else fresh_tensor(box.extent, spec.dtype))
         if differing:
             shown = "".join(f"  {line}\n" for line in differing[:12])
             raise StateMismatch(
@@ -247,56 +277,94 @@ class StorageReader(Interface):
             )
         return filling
 
-    def _read(self, store: ObjectStore, opened: _Opened, filling: _Filling) -> None:
-        at, wants = opened.ref.at, filling.wants
-        fragments = read_fragments(store, opened.commit, wants)
-        _check_specs(fragments, wants)
-        names = {leaf.name for leaf, _ in wants}
-        fetches = plan_restore(wants, index_chunks(fragments, names))
-        check_packs(store, packs_of(fetches), at)
-        begun: set[str] = set()
+    def _given(
+        self, store: ObjectStore, opened: _Opened, filling: _Filling, fetches: Sequence[Fetch]
+    ) -> list[tuple[ReadItem, io.BytesIO]]:
+        """What the planner gets of everything that is no tensor."""
+        wants = filling.wants_kept
+        require_memory(sum(kept.size_bytes for _, kept, _ in filling.kept), "what is no tensor of the step")
+        memory = [fresh_tensor(spec.shape, spec.dtype) for spec, _ in wants]
+        fetch(store, fetches, _placing(wants, memory), opened.ref.at, self._settings)
+        given = [
+            (item, as_given(kept.form, bytes(as_bytes_view(body)), kept.position))
+            for (item, kept, _), body in zip(filling.kept, memory, strict=True)
+        ]
+        plain = opened.contents.plain
+        return given + [(item, in_dcp_form(plain[item.storage_index.fqn])) for item in filling.plain]
+
+    def _fill(
+        self, store: ObjectStore, at: Position, filling: _Filling, fetches: Sequence[Fetch], begun: set[str]
+    ) -> None:
+        """Read tensors; ``begun`` gets the key of each before a byte of it changes."""
         lock = threading.Lock()
+        put = _placing(filling.wants, filling.memory)
 
-        def put(placement: Placement, raw: memoryview) -> None:
-            leaf, box = wants[placement.want]
-            if placement.want in filling.live:
+        def begin(placement: Placement, raw: memoryview) -> None:
+            if not filling.is_beside(placement.want):
                 with lock:
-                    begun.add(leaf.name)
-            piece = raw[placement.first_byte :][: placement.piece.numel * leaf.itemsize_bytes]
-            place(filling.memory[placement.want], box, placement.piece, placement.region, piece, leaf.dtype)
+                    begun.add(filling.tensors[placement.want][0].storage_index.fqn)
+            put(placement, raw)
 
-        try:
-            fetch(store, fetches, put, at, self._settings)
-        except Exception as error:
-            if not begun:
-                raise
-            shown = ", ".join(sorted(begun)[:8]) + (" …" if len(begun) > 8 else "")
-            raise RestoreIncomplete(
-                f"RestoreIncomplete: loading {at} failed after it had begun to overwrite {shown}\n  {error}\n"
-                "  no plain value was loaded; what was being loaded must not be used\n"
-                "  the store is unchanged: load again, or an older step",
-                components=tuple(sorted({component_of(name) for name in begun})),
-                step=at.step,
-            ) from error
+        fetch(store, fetches, begin, at, self._settings)
 
 
-def _open(store: ObjectStore, ref: Ref, settings: ReadSettings) -> _Opened:
-    """The commit, and what it holds. A step that DCP saved says that in one fragment; of others all are read."""
-    found = read_commit(store, ref.at)
-    if found is None or found[1] != ref:
-        raise ObjectDamaged(
-            f"ObjectDamaged: {commit_key(ref.at)} {'is absent' if found is None else 'is not the record that was chosen'}\n"
-            "  nothing was changed; somebody collected it or replaced it: load again",
-            key=commit_key(ref.at),
-            step=ref.step,
-        )
-    commit = found[0]
+@contextmanager
+def _overwriting(at: Position) -> Iterator[set[str]]:
+    """A place for the keys that are begun to be overwritten. Whatever fails from then on leaves them in parts,
+    and says so.
+    """
+    begun: set[str] = set()
+    try:
+        yield begun
+    except Exception as error:
+        if not begun:
+            raise
+        shown = ", ".join(sorted(begun)[:8]) + (" …" if len(begun) > 8 else "")
+        why = str(error) if isinstance(error, FtckptError) else f"{type(error).__name__}: {error}"
+        raise RestoreIncomplete(
+            f"RestoreIncomplete: loading {at} failed after it had begun to overwrite {shown}\n  {why}\n"
+            "  what was being loaded must not be used\n"
+            "  the store is unchanged: load again, or an older step",
+            components=tuple(sorted(set(map(component_of, begun)))),
+            step=at.step,
+        ) from error
+
+
+def _fetches(
+    store: ObjectStore, opened: _Opened, filling: _Filling
+) -> tuple[Sequence[Fetch], Sequence[Fetch]]:
+    """What to fetch for tensors, and for everything else. All of it is there, at its size."""
+    wants, kept = filling.wants, filling.wants_kept
+    fragments = read_fragments(store, opened.commit, [*wants, *kept])
+    _check_specs(fragments, [*wants, *kept])
+    index = index_chunks(fragments, {leaf.name for leaf, _ in (*wants, *kept)})
+    plans = plan_restore(wants, index), plan_restore(kept, index)
+    check_packs(store, packs_of([*plans[0], *plans[1]]), opened.ref.at)
+    return plans
+
+
+def _placing(wants: Sequence[tuple[LeafSpec, Box]], memory: Sequence[torch.Tensor]) -> Place:
+    """Puts verified bytes to where they are wanted."""
+
+    def put(placement: Placement, raw: memoryview) -> None:
+        leaf, box = wants[placement.want]
+        piece = raw[placement.first_byte :][: placement.piece.numel * leaf.itemsize_bytes]
+        place(memory[placement.want], box, placement.piece, placement.region, piece, leaf.dtype)
+
+    return put
+
+
+def _open(far: ObjectStore, nearest: ObjectStore, ref: Ref, settings: ReadSettings) -> _Opened:
+    """The commit, as the run has it, and what it holds. A step that DCP saved says that in one fragment; of
+    others all are read.
+    """
+    commit = read_ref(far, ref)
     summaries = [one for one in commit.fragments if _is_summary(one)]
-    fragments = [read_fragment(store, one, ref.at) for one in summaries]
-    trees = _trees(store, fragments, ref, settings)
-    if INTERNAL not in trees:
-        fragments = read_fragments(store, commit)
-        trees = _trees(store, fragments, ref, settings)
+    fragments = [read_fragment(nearest, one, ref.at) for one in summaries]
+    trees = _trees(nearest, fragments, ref, settings)
+    if not says_itself(trees):
+        fragments = read_fragments(nearest, commit)
+        trees = _trees(nearest, fragments, ref, settings)
     return _Opened(ref, commit, contents_of(trees, leaf_specs(fragments)))
 
 
@@ -338,5 +406,15 @@ def _misfit(key: str, what: str, ref: Ref) -> StateMismatch:
         f"StateMismatch: {key} of {ref.at}: {what}\n"
         "  nothing was changed; if the run is being written, give a step so that all ranks look at the same one",
         leaf=key,
+        step=ref.step,
+    )
+
+
+def _pickled(key: str, ref: Ref) -> ForeignUnsafe:
+    return ForeignUnsafe(
+        f"ForeignUnsafe: {key} of {ref.at} was kept as DCP's planner gave it, a pickle: to load it is to run it\n"
+        "  nothing was run and nothing was changed; load without that key, or, if all who may write to the store "
+        "are trusted, with StorageReader(uri, allow_pickle=True)",
+        named=key,
         step=ref.step,
     )

@@ -72,6 +72,7 @@ class _Settings:
     keep: Keep
     step: int | None
     deadline_s: float
+    allow_pickle: bool
 
     def __post_init__(self) -> None:
         require_number("chunk_bytes", self.chunk_bytes, low=1, high=MAX_CHUNK_BYTES, whole=True)
@@ -104,10 +105,13 @@ class StorageWriter(Interface):
 
     Args:
         uri: a folder or bucket address; see ``ftckpt.store.open_store``.
-        step: go on from this step instead of the newest, leaving the newer ones behind.
+        step: go on from this step instead of the newest, leaving the newer ones behind. Under a supervisor,
+            which says where an attempt goes on from, it has to be the same step.
         keep: how many commits to keep (an int or a ``Keep``); ``None``: all.
         codec: how chunks are stored; see ``ftckpt.Session``.
         deadline_s: how long the store may be silent before a save is given up.
+        allow_pickle: keep what has no form of ours as the planner gives it, which is a pickle; else refused.
+            A reader has to be told likewise.
         store_options: settings of the store; ``AWS_*`` variables otherwise.
         events: who hears what happens; the standard logger ``ftckpt`` otherwise.
 
@@ -124,6 +128,7 @@ class StorageWriter(Interface):
         codec: Literal["auto", "raw", "zstd", "planes", "delta"] | Codec = "auto",
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         deadline_s: float = 300.0,
+        allow_pickle: bool = False,
         store_options: Mapping[str, object] | None = None,
         allow_unconditional: bool = False,
         events: Events = to_logging,
@@ -137,6 +142,7 @@ class StorageWriter(Interface):
             keep=keep if isinstance(keep, Keep) else Keep(last=keep),
             step=step,
             deadline_s=deadline_s,
+            allow_pickle=allow_pickle,
         )
         self._store_options = dict(store_options or {})
         self._allow_unconditional = allow_unconditional
@@ -300,7 +306,7 @@ class StorageWriter(Interface):
                 parts.append(part)
                 size_bytes = part.box.numel * part.leaf.itemsize_bytes
             else:
-                lowered = lower(item, planner)
+                lowered = lower(item, planner, allow_pickle=self._settings.allow_pickle)
                 size_bytes = len(lowered.data)
                 kept = Kept(lowered.form, size_bytes, lowered.position)
                 if lowered.form == "plain":
