@@ -364,7 +364,9 @@ def check_settled(record: Commit) -> None:
             f"Diverged: {at} was not committed, because ranks that must hold equal bytes do not\n"
             f"  leaves: {', '.join(leaves)}\n"
             "  earlier commits are intact; declare what differs by rank with ftckpt.PerRank(...), or find out "
-            "why replicas differ",
+            "why replicas differ\n"
+            "  of a DTensor on some dimensions of a mesh, ranks along the others are taken for replicas: they must "
+            "not be stages of a pipeline, or hold other experts",
             step=at.step,
             leaves=leaves,
         )

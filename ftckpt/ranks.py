@@ -7,8 +7,9 @@ is a key in the job's own key-value store, which every rank looks at between ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,6 +22,9 @@ from ftckpt import errors
 from ftckpt.errors import FtckptError, SettingsDiffer, SettingsError
 
 START_TIMEOUT_S = 300.0
+
+_FINE = b"\0"
+"""What the word of a rank begins with that met no error."""
 
 
 class Ranks(Protocol):
@@ -164,18 +168,29 @@ def tell(ranks: Ranks, mine: Mapping[str, object]) -> Mapping[str, object]:
     return found
 
 
+@dataclass(slots=True)
+class Told:
+    """What ranks tell each other on leaving ``together``: set ``mine`` inside, ``everybodys`` is there after it."""
+
+    mine: bytes = b""
+    everybodys: Sequence[bytes] = ()
+
+
 @contextmanager
-def together(ranks: Ranks, doing: str) -> Iterator[None]:
+def together(ranks: Ranks, doing: str) -> Iterator[Told]:
     """For a ``with`` that all ranks enter: if its body fails on any, it raises on every rank, the own
-    error where there is one, else whose and what.
+    error where there is one, else whose and what. One ``gather``, which also carries what they tell.
     """
     error: Exception | None = None
+    told = Told()
     try:
-        yield
+        yield told
     except Exception as trouble:
         error = trouble
-    mine = b"" if error is None else f"{type(error).__name__}\n{error}".encode()
-    failed = [(rank, body.decode()) for rank, body in enumerate(ranks.gather(mine)) if body]
+    mine = _FINE + told.mine if error is None else f"{type(error).__name__}\n{error}".encode()
+    found = ranks.gather(mine)
+    failed = [(rank, body.decode()) for rank, body in enumerate(found) if not body.startswith(_FINE)]
+    told.everybodys = [body.removeprefix(_FINE) for body in found]
     if error is not None:
         if ranks.world > 1:
             error.add_note(f"this happened on rank {ranks.rank} of {ranks.world} while {doing}")

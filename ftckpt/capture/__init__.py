@@ -7,7 +7,7 @@ and, once a reader has filled them with ``place``, ``Target.finish`` does the re
 
 from __future__ import annotations
 
-from ftckpt.capture.components import has_shards, module_names
+from ftckpt.capture.components import has_shards, module_leaves
 from ftckpt.capture.fences import Fences
 from ftckpt.capture.marks import Frozen, OnResize, PerRank
 from ftckpt.capture.omissions import left_out, left_out_now
@@ -25,7 +25,7 @@ __all__ = [
     "LiveLeaf",
     "capture",
     "has_shards",
-    "module_names",
+    "module_leaves",
     "left_out",
     "left_out_now",
     "Want",

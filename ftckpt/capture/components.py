@@ -19,6 +19,7 @@ from ftckpt.capture.optimizers import ParameterNames, is_plain_optimizer, owned_
 from ftckpt.capture.parts import is_dtensor
 from ftckpt.capture.tree import LiveLeaf
 from ftckpt.errors import UnsupportedValue
+from ftckpt.leaf import LeafSpec
 
 Kind = Literal["module", "optimizer", "scheduler", "object", "tree"]
 
@@ -108,13 +109,13 @@ def kind_of(value: object) -> Kind:
     return "object" if has_both and not isinstance(value, type) else "tree"
 
 
-def module_names(state: Mapping[str, object], leaves: Iterable[LiveLeaf]) -> frozenset[str]:
-    """The names of the tensors among ``leaves``, captured from ``state``, that modules of it hold."""
+def module_leaves(state: Mapping[str, object], leaves: Iterable[LiveLeaf]) -> dict[str, LeafSpec]:
+    """The tensors among ``leaves``, captured from ``state``, that modules of it hold, by name."""
     modules = {
         values.path_part(key) for key, value in state.items() if isinstance(unmarked(value), nn.Module)
     }
-    names = (leaf.holding.leaf.name for leaf in leaves if leaf.holding.leaf.kind == "tensor")
-    return frozenset(name for name in names if name.partition("@")[0].partition(".")[0] in modules)
+    tensors = (leaf.holding.leaf for leaf in leaves if leaf.holding.leaf.kind == "tensor")
+    return {leaf.name: leaf for leaf in tensors if leaf.name.partition("@")[0].partition(".")[0] in modules}
 
 
 def has_shards(state: Mapping[str, object]) -> bool:

@@ -27,7 +27,7 @@ from ftckpt.capture.tree import (
     own_tree,
 )
 from ftckpt.errors import RestoreIncomplete, StateMismatch, WorldSizeMismatch
-from ftckpt.leaf import LeafSpec
+from ftckpt.leaf import LeafSpec, is_in
 from ftckpt.memory import require_memory
 from ftckpt.plan.asked import EXACTLY, Asked
 from ftckpt.values import TensorRef
@@ -114,7 +114,7 @@ def target(
             _fill(filling, seen, component)
     if rng if rng is not None else not subset:
         _fill_generators(filling)
-    _complain(filling)
+    _complain(filling, {component.name for component in seen.components})
     require_memory(filling.fresh_bytes, "what of the step has no memory in the live state yet")
     return Target(
         tuple(filling.wants),
@@ -128,6 +128,7 @@ def target(
 
 def _compare(filling: Filling, live: set[str], stored: set[str], *, subset: bool) -> None:
     absent = [name for name in sorted(live - stored) if filling.takes(name) or filling.reaches_into(name)]
+    filling.named.update(one for one in filling.asked.only or () if any(is_in(one, name) for name in absent))
     filling.lacks([f"{name} (a whole component)" for name in absent])
     filling.leaves([] if subset else [f"{name} (a whole component)" for name in sorted(stored - live)])
 
@@ -219,11 +220,16 @@ def _fill_generators(filling: Filling) -> None:
     filling.then(GENERATORS, name, lambda: generators.resume_generators(state))
 
 
-def _complain(filling: Filling) -> None:
+def _complain(filling: Filling, live: set[str]) -> None:
     unknown = [name for name in filling.asked.only or () if name not in filling.named]
     if unknown and not filling.changed:
+        stored = {key.partition("@")[0] for key in filling.trees}
+        saved = [name for name in unknown if name.partition(".")[0] in stored - live]
+        what = "which nothing here or in the checkpoint is"
+        if saved == unknown:
+            what = "and the state given has no such component; the checkpoint has it"
         raise StateMismatch(
-            f"StateMismatch: only= names {', '.join(map(repr, unknown))}, which nothing here or in the checkpoint is\n"
+            f"StateMismatch: only= names {', '.join(map(repr, unknown))}, {what}\n"
             "  nothing was changed; `ftckpt show RUN --leaves` prints the names, rename= gives them others here",
             names=tuple(unknown),
         )

@@ -420,6 +420,9 @@ class Inflating:
         if not (self.in_place and isinstance(node, _DICTS) and type(live) is type(node)):
             self.filling.changed.append(f"{path}: only dicts that are dicts here too can be restored in part")
             return live
+        self.filling.lacks(
+            [name for key in live if key not in node for name in self._unsaved(live[key], path, key)]
+        )
         paths = {key: values.joined(path, key) for key in node}
         built = {
             key: self.walk(node[key], live.get(key), inner, key)
@@ -428,6 +431,17 @@ class Inflating:
         }
         self.filling.then(self.phase, self.component, lambda: live.update(built))
         return live
+
+    def _unsaved(self, live: Any, above: str, key: object) -> list[str]:
+        """What is asked for of a live value that was not saved: itself, or what is there in it."""
+        path = values.joined(above, key)
+        if self.filling.takes(path):
+            return [path]
+        while isinstance(live, (Frozen, PerRank)):
+            live = live.value
+        if not (self.filling.reaches_into(path) and isinstance(live, _DICTS)):
+            return []
+        return [name for inner in live for name in self._unsaved(live[inner], path, inner)]
 
     def _dict(self, node: Any, live: Any, path: str) -> Any:
         old = live if isinstance(live, Mapping) else {}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from ftckpt.begin import OnEmpty
 from ftckpt.births import no_collecting
 from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
-from ftckpt.capture import Fences, LiveLeaf, capture, left_out, left_out_now, module_names
+from ftckpt.capture import Fences, LiveLeaf, capture, left_out, left_out_now, module_leaves
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Codec
 from ftckpt.colocation import Gate, HostBudget
@@ -36,6 +36,7 @@ from ftckpt.errors import (
 )
 from ftckpt.events import Event, Events, both, to_logging
 from ftckpt.layout import Writer
+from ftckpt.leaf import LeafSpec
 from ftckpt.manifest import MAX_STEP, Commit, Guarantee, Position
 from ftckpt.membership import Membership, alone
 from ftckpt.meter import Meter
@@ -44,6 +45,7 @@ from ftckpt.plan.assign import DEFAULT_CHUNK_BYTES, Place, plan_save
 from ftckpt.policy import SaveEvery, parse
 from ftckpt.ranks import Ranks, agree, ranks_here, together
 from ftckpt.retention import Keep
+from ftckpt.session.alike import digest, require_alike
 from ftckpt.session.exactness import exactness
 from ftckpt.session.heal import LiveState
 from ftckpt.session.inside import Inside
@@ -253,12 +255,12 @@ class Session:
                 break
         self._save_last()
 
-    def _look(self, ranks: Ranks) -> frozenset[str]:
-        """Look at the whole state as a save would, which refuses what cannot be saved. The names of what its
-        modules hold.
+    def _look(self, ranks: Ranks) -> dict[str, LeafSpec]:
+        """Look at the whole state as a save would, which refuses what cannot be saved. What its modules hold,
+        by name.
         """
         leaves = capture(self.state, group=self._launch.group, rank=ranks.rank, world=ranks.world)
-        return module_names(self.state, leaves)
+        return module_leaves(self.state, leaves)
 
     def _look_once(self) -> None:
         """After a first step, when optimizers have their state: it is refused now, not at a far first save."""
@@ -268,7 +270,7 @@ class Session:
 
     def _check_modules(self) -> None:
         """Before training: what was restored is what will be trained, not something wrapped around it since."""
-        before, now = self._at.modules, self._look(self._inside().ranks)
+        before, now = self._at.modules, frozenset(self._look(self._inside().ranks))
         if before != now:
             new, gone = sorted(now - before), sorted(before - now)
             raise StateMismatch(
@@ -334,8 +336,11 @@ class Session:
         assert self._entered is None, "a session is entered once"
         ranks = ranks_here(self._launch.world)
         agree(ranks, self._shared_settings())
-        with together(ranks, "looking at the state"):
-            self._at.modules = self._look(ranks)
+        with together(ranks, "looking at the state") as told:
+            modules = self._look(ranks)
+            told.mine = digest(modules)
+        require_alike(ranks, told.everybodys, modules)
+        self._at.modules = frozenset(modules)
         with together(ranks, "opening the store"):
             store = self._open_store()
             address = nearest(self._tiers, self._uri, self._launch.tier)

@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ftckpt
 from ftckpt.elastic.launch import Launch
-from ftckpt.errors import Diverged, FtckptError, SaveError, StepNotFound, UnsupportedValue, WorldSizeMismatch
+from ftckpt.errors import (
+    Diverged,
+    FtckptError,
+    SaveError,
+    StateMismatch,
+    StepNotFound,
+    UnsupportedValue,
+    WorldSizeMismatch,
+)
 from ftckpt.events import silent
 
 RANK = int(os.environ["RANK"])
@@ -481,6 +490,52 @@ def drifting(world: int) -> None:
         print(f"ok G8 {kind}", flush=True)
 
 
+def staged() -> None:
+    """A pipeline of two stages, each sharded by FSDP2 over two ranks: no state that all ranks hold."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = RANK // 2
+
+    def pipeline(kind: str, layer: nn.Linear) -> dict:
+        module = nn.Sequential(OrderedDict({f"layer{stage}" if kind == "names" else "layer": layer}))
+        fully_shard(module, mesh=mesh["dp"])
+        return {"actor": module, "n": 1}
+
+    torch.manual_seed(0)
+    for kind, layer, told in (
+        ("names", nn.Linear(4, 4), r"ranks 0, 1: actor\.layer0\..*ranks 2, 3: actor\.layer1\."),
+        (
+            "shapes",
+            nn.Linear(4 + stage, 4),
+            r"ranks 0, 1: .* float32\[4, 4\].*ranks 2, 3: .* float32\[4, 5\]",
+        ),
+    ):
+        with raises(StateMismatch, told + ".*stages"), session(f"pp {kind}", pipeline(kind, layer), 4):
+            pass
+        assert not objects_of(f"pp {kind}")
+        print(f"ok staged {kind}", flush=True)
+    torch.manual_seed(stage)
+    with raises(Diverged, r"actor\.layer\..*stages of a pipeline"):
+        save("pp values", pipeline("values", nn.Linear(4, 4)), 4)
+    print("ok staged values", flush=True)
+    torch.manual_seed(0)
+    save("replicas", pipeline("values", nn.Linear(4, 4)), 4)
+    print("ok staged replicas", flush=True)
+
+
+def unlike(world: int) -> None:
+    """Plain modules with another layer on one rank, as experts that one rank has; declared, they are saved."""
+
+    def experts() -> nn.ModuleDict:
+        return nn.ModuleDict({str(expert): nn.Linear(2, 2) for expert in range(1 + RANK)})
+
+    told = r"ranks 0: nothing that the others lack\n  ranks 1: moe\.1\.bias float32\[2\], moe\.1\.weight"
+    with raises(StateMismatch, told), session("unlike", {"moe": experts()}, world):
+        pass
+    assert not objects_of("unlike")
+    save("unlike", {"moe": ftckpt.PerRank(experts())}, world)
+    print("ok unlike", flush=True)
+
+
 SCALARS = [torch.tensor(1.5), torch.tensor(-7), torch.tensor(True), torch.tensor(0.1, dtype=torch.bfloat16)]
 
 
@@ -527,12 +582,14 @@ def save_all(world: int) -> None:
         save("scalars", scalars(world, fill=True), world)
         save_loader(world)
         undeclared(world)
+        unlike(world)
     if world == 4:
         save_uneven()
         save_tensor_parallel()
         save("indexed", {"actor": indexed(4, fill=True)}, 4)
         save_loader(world)
         drifting(world)
+        staged()
 
 
 def load_all(world: int) -> None:

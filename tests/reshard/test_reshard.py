@@ -126,3 +126,14 @@ def test_replicas_of_a_part_that_differ_in_one_bit_never_commit(outputs, kind):
 def test_tensors_of_no_dimension_come_back_as_such_from_two_ranks(held, world):
     """E6: four dtypes, plain and on a mesh."""
     assert f"E6 2 to {world}" in held
+
+
+@pytest.mark.parametrize("case", ["names", "shapes", "values", "replicas"])
+def test_ranks_along_another_dimension_of_the_mesh_are_replicas_or_are_refused(outputs, case):
+    """FSDP2 over one dimension, with a pipeline along the other: refused as the session is entered, with ranks and
+    names, before anything is written; equal names with other values, at the first save. Replicas are saved."""
+    assert all(f"ok staged {case}" in output for output in outputs)
+
+
+def test_a_module_that_one_rank_has_more_of_is_refused_at_the_start_by_rank_and_name(outputs):
+    assert "ok unlike" in outputs[0] and "ok unlike" in outputs[1]

@@ -149,6 +149,39 @@ def test_a_part_that_is_none_is_refused_by_name(saved, only, words):
     assert unchanged() and values == {"epoch": 1, "log": [9]}
 
 
+@pytest.mark.parametrize(
+    ("only", "missing"),
+    [
+        ("values.fresh", "values.fresh"),
+        ("values.deep.w", "values.deep.w"),
+        ("critic.w", "critic (a whole component)"),
+    ],
+)
+def test_a_part_that_is_here_but_was_not_saved_is_told_as_that(tmp_path, only, missing):
+    save(tmp_path / "run", {"values": {"epoch": 3}})
+    state = {"values": {"epoch": 1, "fresh": 2, "deep": {"w": 5, "v": 6}}, "critic": {"w": 7}}
+
+    with pytest.raises(StateMismatch, match="live, not saved: " + re.escape(missing)) as refused:
+        ftckpt.restore(tmp_path / "run", state, only=[only])
+
+    assert "which nothing here" not in str(refused.value) and refused.value.missing == (missing,)
+    done = ftckpt.restore(tmp_path / "run", state, only=[only, "values.epoch"], strict=False)
+    assert done.missing == (missing,)
+    assert state == {"values": {"epoch": 3, "fresh": 2, "deep": {"w": 5, "v": 6}}, "critic": {"w": 7}}
+
+
+def test_a_part_of_a_component_that_the_state_given_lacks_is_told_as_that(tmp_path):
+    save(tmp_path / "run", {"values": {"epoch": 3}, "critic": {"w": 7}})
+    state = {"values": {"epoch": 1}}
+
+    with pytest.raises(StateMismatch, match=r"'critic\.w', and the state given has no such component"):
+        ftckpt.restore(tmp_path / "run", state, only=["critic.w"])
+    with pytest.raises(StateMismatch, match="which nothing here or in the checkpoint is"):
+        ftckpt.restore(tmp_path / "run", state, only=["values.epcoh"])
+
+    assert state == {"values": {"epoch": 1}}
+
+
 # --- names -----------------------------------------------------------------------------------------
 
 
