@@ -59,7 +59,9 @@ class Source(Protocol):
 
     @property
     def identity(self) -> str:
-        """What tells this checkpoint from another that lies, or lay, at the same address."""
+        """Tells this checkpoint from most others, without reading all of it: a run that claims to be made of it
+        is read against it.
+        """
         ...
 
     def read(self, array: Array, start: int, stop: int) -> Buffer:

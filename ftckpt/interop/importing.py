@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from ftckpt import layout, values
-from ftckpt.attempts import claim, create_owned, look, read_claim, start
+from ftckpt.attempts import Look, claim, create_owned, look, read_claim, start
 from ftckpt.begin import versions
 from ftckpt.boxes import whole
 from ftckpt.clock import SystemClock
@@ -42,7 +42,8 @@ from ftckpt.manifest import (
 )
 from ftckpt.membership import alone
 from ftckpt.plan.assign import ChunkTask, Place, plan_save
-from ftckpt.reader import verify_commit
+from ftckpt.plan.restore import index_chunks
+from ftckpt.reader import leaf_specs, read_fragments, verify_commit
 from ftckpt.store.api import Buffer, ObjectStore
 from ftckpt.values import TensorRef
 from ftckpt.writer import SaveJob, WriteSettings, fitted, write_share
@@ -84,10 +85,11 @@ def import_checkpoint(
     every byte of it was read back and proven.
 
     All of it becomes one component, if one is named; else each of the source's outermost names does, or, if
-    tensors stand there, all of it is ``model``. The same import again completes one that was interrupted.
+    tensors stand there, all of it is ``model``. The same import again completes one that was interrupted, or
+    reads the source once more and finds that every byte of it is there.
 
     Raises:
-        NotSameRun: there is another run, or what another import left. It was left alone.
+        NotSameRun: there is another run, or what an import of other bytes left. It was left alone.
         ForeignError: the checkpoint cannot be read, or not be held by a run. Nothing is readable.
     """
     nonce = xxhash.xxh3_128_hexdigest(f"import {kind} {source.identity} {component} {step}".encode())
@@ -101,6 +103,7 @@ def import_checkpoint(
         sum(leaf.holding.size_bytes for leaf in job_tensors),
     )
     if done:
+        _check_same(store, source, laid, look(store), Position(step, 1), progress)
         return result
     mine = _claim(store, nonce, f"{kind} {origin}")
     start(store, mine, None, versions=versions())
@@ -177,8 +180,8 @@ def _save(
     progress: Progress,
 ) -> Commit:
     seen = look(store)
-    if at in seen.commits and not seen.commits[at].aborted:
-        return seen.commits[at]  # an earlier try got that far
+    if at in seen.commits and not seen.commits[at].aborted:  # an earlier try got that far
+        return _check_same(store, source, laid, seen, at, progress)
     me = Writer("import", 0, uuid.uuid4().hex)
     membership = alone(me.group, me.incarnation)
     expected = Expected(at, None, membership.quorum_id, membership.digest(), (me,))
@@ -192,7 +195,54 @@ def _save(
     put_fragment(store, fragment, me)
     record, _ = settle(store, SystemClock(), expected, me, fragment, settings.patience)
     check_settled(record)
+    if layout.fragment_key(at, me) not in {ref.key for ref in record.fragments}:  # another was quicker
+        return _check_same(store, source, laid, look(store), at, progress)
     return record
+
+
+def _check_same(
+    store: ObjectStore, source: Source, laid: Laid, seen: Look, at: Position, progress: Progress
+) -> Commit:
+    """The commit of an earlier try, once the source was read against it: no name, size or first bytes of a
+    checkpoint say that it is the one that was read then.
+
+    Raises:
+        NotSameRun: it holds other bytes, or is no longer there.
+    """
+    if at in seen.damaged:
+        raise seen.damaged[at]
+    if at not in seen.commits or seen.commits[at].aborted:
+        raise NotSameRun(
+            f"NotSameRun: {store.uri} was imported from a checkpoint of that name and size, but its step "
+            f"{at.step} is gone, so nothing says whether from this one\n  it was left alone; give an address "
+            "that holds nothing",
+            uri=store.uri,
+            key=layout.commit_key(at),
+        )
+    fragments = read_fragments(store, seen.commits[at])
+    specs, chunks = leaf_specs(fragments), index_chunks(fragments)
+    names = [leaf.holding.leaf.name for leaf in laid.leaves]
+    other = sorted(specs.keys() ^ set(names))
+    total_bytes, done_bytes = sum(leaf.holding.size_bytes for leaf in laid.leaves), 0
+    for name, leaf in zip(names, laid.leaves, strict=True) if not other else ():
+        same = specs[name] == leaf.holding.leaf
+        for saved in chunks[name] if same else ():
+            raw = leaf.read(source, saved.chunk.start, saved.chunk.stop)
+            same = same and xxhash.xxh3_128_digest(raw) == saved.chunk.raw
+        if not same:
+            other.append(name)
+            break
+        done_bytes += leaf.holding.size_bytes
+        progress(done_bytes, total_bytes)
+    if other:
+        raise NotSameRun(
+            f"NotSameRun: {store.uri} was imported from a checkpoint that differs from this one in {other[0]}\n"
+            "  it was left alone; give an address that holds nothing",
+            uri=store.uri,
+            key=layout.commit_key(at),
+            leaf=other[0],
+        )
+    return seen.commits[at]
 
 
 class _Content:
@@ -207,10 +257,7 @@ class _Content:
 
     def read(self, number: int) -> Buffer:
         task = self.tasks[number]
-        leaf = self._leaves[task.holding]
-        if leaf.array is None:
-            return memoryview(leaf.packed)[task.start : task.stop]
-        return self._source.read(leaf.array, task.start, task.stop)
+        return self._leaves[task.holding].read(self._source, task.start, task.stop)
 
     def release(self, number: int) -> None:
         task = self.tasks[number]
@@ -241,6 +288,12 @@ class Leaf:
     holding: Holding
     array: Array | None
     packed: bytes = b""
+
+    def read(self, source: Source, start: int, stop: int) -> Buffer:
+        """Its elements ``start`` to ``stop``."""
+        if self.array is None:
+            return memoryview(self.packed)[start:stop]
+        return source.read(self.array, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

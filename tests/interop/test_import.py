@@ -546,6 +546,53 @@ def test_an_address_that_holds_something_else_is_left_alone(trained, folder, tmp
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["a.txt"]
 
 
+def _retrained_file(where: Path, value: float) -> tuple[Path, str]:
+    save_file({"a": torch.zeros(40_000), "z": torch.full((40_000,), value)}, where / "a.safetensors")
+    return where / "a.safetensors", "hf"
+
+
+def _retrained_dcp(where: Path, value: float) -> tuple[Path, str]:
+    """Torches that gave a save no id wrote the same metadata at every step of a training."""
+    metadata = where / "dcp" / ".metadata"
+    before = metadata.read_bytes() if metadata.exists() else None
+    shutil.rmtree(where / "dcp", ignore_errors=True)
+    dcp.save({"a": torch.zeros(40_000), "z": torch.full((40_000,), value)}, checkpoint_id=where / "dcp")
+    if before is not None:
+        metadata.write_bytes(before)
+    return where / "dcp", "dcp"
+
+
+@pytest.mark.parametrize("made", [_retrained_file, _retrained_dcp])
+@pytest.mark.parametrize("ended", [True, False])
+def test_another_checkpoint_of_the_same_names_and_sizes_is_not_taken_for_the_one_that_is_there(
+    tmp_path, made, ended
+):
+    """Also where the first import died before it was a run, or the second was told that it had been done."""
+    source, kind = made(tmp_path, 1.0)
+    import_run(source, tmp_path / "run", format=kind, component="m")
+    if not ended:
+        (tmp_path / "run" / "run.json").unlink()
+    made(tmp_path, 2.0)
+
+    with pytest.raises(NotSameRun, match=r"differs from this one in m\.z"):
+        import_run(source, tmp_path / "run", format=kind, component="m")
+
+    assert (tmp_path / "run" / "run.json").exists() == ended
+    made(tmp_path, 1.0)
+    assert import_run(source, tmp_path / "run", format=kind, component="m").tensors == 2
+    with ftckpt.open(tmp_path / "run") as run:
+        assert run.array("m.z")[0:3].read().result().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_run_whose_imported_step_was_collected_is_not_said_to_hold_it(folder, tmp_path):
+    import_run(folder, tmp_path / "run", format="hf", component="actor")
+    for path in (tmp_path / "run" / "commits").iterdir():
+        path.unlink()
+
+    with pytest.raises(NotSameRun, match="step 0 is gone"):
+        import_run(folder, tmp_path / "run", format="hf", component="actor")
+
+
 @given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 40))
 def test_parts_of_an_array_are_contiguous_and_follow_each_other(shape, limit):
     array = Array("w", "float32", tuple(shape))
