@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from ftckpt.slots import Alone
 from tests.elastic.job import Job, start_job
 from tests.elastic.zygote import Zygote
-from tests.ranks.elastic_state import SLOTS, State, payload
+from tests.ranks.elastic_state import undisturbed
 
 
 @pytest.fixture(scope="module")
@@ -19,20 +17,6 @@ def zygote(tmp_path_factory) -> Iterator[Zygote]:
     server = Zygote(tmp_path_factory.mktemp("zygote"))
     yield server
     server.close()
-
-
-def undisturbed(steps: int) -> dict[int, str]:
-    """Digest after each step of one group that nothing ever happens to."""
-    state, group, digests = State(1, fsdp=False), Alone(SLOTS), {}
-    for step in range(1, steps + 1):
-        turn = group.begin(step)
-        batch = group.exchange(turn, {slot: payload(step, slot) for slot in turn.slots})
-        state.apply(
-            group.reduce(turn, lambda s: state.slot_gradient(batch[s]), state.numel, torch.float32)  # noqa: B023
-            / SLOTS
-        )
-        digests[step] = state.digest()
-    return digests
 
 
 def assert_same_bits(job: Job, groups: list[str], expected: dict[int, str], rank: int = 0) -> None:

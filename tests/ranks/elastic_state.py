@@ -8,6 +8,8 @@ import json
 import torch
 from torch import Tensor
 
+from ftckpt.slots import Alone
+
 SLOTS = 8
 
 
@@ -52,6 +54,10 @@ class State:
                 found[f"{i}.{name}"] = local(value)
         return found
 
+    def components(self) -> dict[str, object]:
+        """As a session takes them."""
+        return {"model": self.model, "optim": self.optim, "scheduler": self.scheduler}
+
     def save(self) -> dict[str, object]:
         plain = {
             "scheduler": self.scheduler.state_dict(),
@@ -95,3 +101,15 @@ class State:
 def payload(step: int, slot: int) -> Tensor:
     """A slot's batch: a function of step and slot alone."""
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 1000 + slot))
+
+
+def undisturbed(steps: int) -> dict[int, str]:
+    """Digest after each step of one group that nothing ever happens to."""
+    state, group, digests = State(1, fsdp=False), Alone(SLOTS), {}
+    for step in range(1, steps + 1):
+        turn = group.begin(step)
+        batch = group.exchange(turn, {slot: payload(step, slot) for slot in turn.slots})
+        total = group.reduce(turn, lambda s: state.slot_gradient(batch[s]), state.numel, torch.float32)  # noqa: B023
+        state.apply(total / SLOTS)
+        digests[step] = state.digest()
+    return digests
