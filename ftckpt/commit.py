@@ -7,8 +7,9 @@ only in store and clock calls and owns no threads, so that a simulation can run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 import xxhash
@@ -41,6 +42,7 @@ from ftckpt.manifest import (
     digest_of,
     encode,
     leaf_range,
+    let_go_of,
 )
 from ftckpt.plan.assign import covers
 from ftckpt.store.api import ObjectStore
@@ -162,18 +164,28 @@ def uncovered(fragments: Iterable[Fragment]) -> list[str]:
     """Names of leaves that the fragments do not tile: an element is missing, or held twice; or the leaf is
     missing, which only some of the writers have.
     """
-    found: dict[str, set[_Spans]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    held: set[str] = set()
-    for fragment in fragments:
-        held.update(replica.leaf for replica in fragment.replicas)
-        for leaf in fragment.leaves:
-            shapes[leaf.name] = leaf.shape
-            spans = found.setdefault(leaf.name, set())
-            for record in leaf.boxes:
-                spans.update((record.offset, record.extent, c.start, c.stop) for c in record.chunks)
-    lacking = {name for name, shape in shapes.items() if not _covered(shape, found[name])}
-    return sorted(lacking | (held - shapes.keys()))
+    fragments = list(fragments)
+    missing = {replica.leaf for fragment in fragments for replica in fragment.replicas}
+    for name, leaves in _by_leaf(fragments):
+        spans = {
+            (record.offset, record.extent, chunk.start, chunk.stop)
+            for leaf in leaves
+            for record in leaf.boxes
+            for chunk in record.chunks
+        }
+        missing.discard(name)
+        if not _covered(leaves[-1].shape, spans):
+            missing.add(name)
+    return sorted(missing)
+
+
+def _by_leaf(fragments: Iterable[Fragment]) -> Iterator[tuple[str, list[LeafRecord]]]:
+    """What the fragments say of each leaf, by name. One leaf at a time: with a container for each of many
+    leaves, Python's collector comes and holds every thread; so does sorting what is in all of them at once.
+    """
+    leaves = sorted((leaf for fragment in fragments for leaf in fragment.leaves), key=lambda leaf: leaf.name)
+    for name, group in groupby(leaves, key=lambda leaf: leaf.name):
+        yield name, list(group)
 
 
 _Spans = tuple[tuple[int, ...], tuple[int, ...], int, int]
@@ -187,16 +199,16 @@ def _covered(shape: tuple[int, ...], spans: Collection[_Spans]) -> bool:
 
 def state_digest(fragments: Iterable[Fragment]) -> str:
     """Digest of the content: every leaf with every span's raw digest, whoever wrote which."""
-    lines: set[tuple[str, str, tuple[int, ...], int, int, bytes]] = set()
-    for fragment in fragments:
-        for leaf in fragment.leaves:
-            lines.add((leaf.name, f"{leaf.kind} {leaf.dtype} {leaf.shape} {leaf.owner}", (), 0, 0, b""))
+    digest = xxhash.xxh3_128()
+    for name, leaves in _by_leaf(fragments):
+        lines: set[tuple[str, str, tuple[int, ...], int, int, bytes]] = set()
+        for leaf in leaves:
+            lines.add((name, f"{leaf.kind} {leaf.dtype} {leaf.shape} {leaf.owner}", (), 0, 0, b""))
             for record in leaf.boxes:
                 for chunk in record.chunks:
-                    lines.add((leaf.name, "", record.offset, chunk.start, chunk.stop, chunk.raw))
-    digest = xxhash.xxh3_128()
-    for line in sorted(lines):
-        digest.update(repr(line).encode())
+                    lines.add((name, "", record.offset, chunk.start, chunk.stop, chunk.raw))
+        for line in sorted(lines):
+            digest.update(repr(line).encode())
     return digest.hexdigest()
 
 
@@ -302,6 +314,9 @@ def settle(
                 missing = [writer for writer in expected.writers if writer not in found]
                 if not missing or any(fragment.failure for fragment, _ in found.values()):
                     created = create_commit(store, build(expected, found))
+                    shares = [fragment for fragment, _ in found.values()]
+                    found.clear()
+                    let_go_of(shares)
                     _check_adoption(store, created[0], me, mine)
                     return created
                 dead = [writer for writer in missing if writer.incarnation in lost]

@@ -15,7 +15,7 @@ from ftckpt.attempts import Look, create_owned, look, read_intents, read_pins
 from ftckpt.commit import abort
 from ftckpt.errors import CorruptError, GcStopped, StoreError
 from ftckpt.lineage import View, on_lineage, orphans, reach
-from ftckpt.manifest import Commit, Intent, Pin, Position, Tombstone, encode
+from ftckpt.manifest import Commit, Intent, Pin, Position, Tombstone, encode, let_go_of
 from ftckpt.reader import read_fragments
 from ftckpt.retention import Keep, retained
 from ftckpt.store.api import ObjectStore
@@ -150,8 +150,9 @@ def _needed(store: ObjectStore, seen: Look, kept: Collection[Position]) -> set[s
         try:
             if commit is None:
                 raise seen.damaged[at]
-            for fragment in read_fragments(store, commit):
-                needed.update(pack.key for pack in fragment.packs)
+            fragments = read_fragments(store, commit)
+            needed.update(pack.key for fragment in fragments for pack in fragment.packs)
+            let_go_of(fragments)
             needed.update(ref.key for ref in commit.fragments)
         except (CorruptError, StoreError) as error:
             raise GcStopped(

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import xxhash
 
+from ftckpt.births import let_go
 from ftckpt.boxes import Box
 from ftckpt.codec import CODECS, DELTA, MAX_CHAIN
 from ftckpt.errors import RecordCorrupt, UnknownFormat
@@ -346,12 +347,37 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
 
 def encode(record: Record) -> bytes:
     """The record's bytes, sealed. The same record gives the same bytes."""
-    body = (
-        msgspec.msgpack.encode(record)
-        if isinstance(record, _MSGPACK)
-        else msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=0)
-    )
+    if isinstance(record, Fragment):
+        body = msgspec.msgpack.encode(_leaf_by_leaf(record))
+    elif isinstance(record, Staging):
+        partial = _leaf_by_leaf(record.partial)
+        body = msgspec.msgpack.encode(msgspec.structs.replace(record, partial=partial))
+    else:
+        body = msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=0)
     return body + _MARK + digest_of(body).encode() + b"\n"
+
+
+def _leaf_by_leaf(fragment: Fragment) -> Fragment:
+    """The same to the encoder, its leaves encoded already, one by one: a call into C keeps the interpreter
+    from everybody else, and over all leaves of a large share that is many milliseconds.
+    """
+    pack = msgspec.msgpack.Encoder().encode
+    packed: Any = tuple([msgspec.Raw(pack(leaf)) for leaf in fragment.leaves])
+    return msgspec.structs.replace(fragment, leaves=packed)
+
+
+class _Shell(Fragment, frozen=True, kw_only=True):
+    """A fragment whose leaves are still to be decoded."""
+
+    leaves: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+
+
+def _decode_leaf_by_leaf(body: bytes) -> Fragment:
+    """As one call would decode it, for the same reason."""
+    shell = msgspec.msgpack.decode(body, type=_Shell)
+    unpack = msgspec.msgpack.Decoder(LeafRecord).decode
+    told = {name: getattr(shell, name) for name in Fragment.__struct_fields__}
+    return Fragment(**{**told, "leaves": tuple([unpack(leaf) for leaf in shell.leaves])})
 
 
 def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
@@ -379,10 +405,13 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
         )
     try:
         coder: Any = msgspec.msgpack if kind in _MSGPACK else msgspec.json
+        plain: type = kind
+        record: Any
         try:
-            record = coder.decode(body, type=kind)
+            record = _decode_leaf_by_leaf(body) if plain is Fragment else coder.decode(body, type=kind)
         except msgspec.ValidationError:
             _check_format(coder.decode(body, type=_Version).format, key)
+            coder.decode(body, type=kind)  # says where it is
             raise
         _check_format(getattr(record, "format", FORMAT), key)
         if isinstance(record, Fragment):
@@ -395,6 +424,13 @@ def decode(kind: type[R], data: bytes | memoryview, key: str) -> R:
         return record  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RecordCorrupt(f"RecordCorrupt: {key} does not decode\n  {error}", key=key) from error
+
+
+def let_go_of(fragments: list[Fragment]) -> None:
+    """Free fragments that nobody else holds, leaf by leaf; the list is empty then."""
+    leaves = [leaf for fragment in fragments for leaf in fragment.leaves]
+    fragments.clear()
+    let_go(leaves)
 
 
 def is_what_is_left_of(damaged: bytes, whole: bytes) -> bool:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from ftckpt.births import let_go
 from ftckpt.capture import LiveLeaf, as_bytes_view
 from ftckpt.clock import Clock
 from ftckpt.colocation import HostBudget, Unshared
@@ -583,9 +584,11 @@ class Live:
             blocks = [b for b in self._chunks.values() if isinstance(b, np.ndarray)]
             self._chunks.clear()
             self._changed.wait_for(lambda: _State.READING not in self._state)
-            self._sources.clear()
-            self._memory.clear()
+            sources, self._sources = self._sources, {}
+            memory, self._memory = self._memory, {}
             self._changed.notify_all()
+        let_go(sources)
+        let_go(memory)
         for block in blocks:
             self._pool.put(block)
 

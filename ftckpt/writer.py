@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -25,6 +26,7 @@ import xxhash
 
 from ftckpt import codec, layout
 from ftckpt.attempts import check_fence, look, read_start
+from ftckpt.births import let_go
 from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Bases, Candidate, Codec, Rates, always
@@ -49,8 +51,10 @@ from ftckpt.manifest import (
     Ref,
     digest_of,
     encode,
+    let_go_of,
 )
 from ftckpt.meter import STAGES, Meter, Stage
+from ftckpt.plan.assign import ChunkTask
 from ftckpt.plan.restore import Link, Saved, index_chunks
 from ftckpt.reader import read_fragments
 from ftckpt.snapshot import Snapshot
@@ -290,7 +294,7 @@ class SaveEngine:
             Bases(settings.codec.base_budget_bytes if settings.codec.deltas else 0),
             Rates(settings.encode_threads),
         )
-        self._index: Mapping[str, Sequence[Saved]] | None = None
+        self._index: dict[str, tuple[Saved, ...]] | None = None
         self._own: tuple[Ref, Fragment] | None = None
         self._updates: dict[str, int] = {}
         self._unsettled: Position | None = None
@@ -474,7 +478,9 @@ class SaveEngine:
             raise
         self._unsettled = None
         if not record.aborted:
-            self._parent, self._index = ref, None
+            self._parent = ref
+            index, self._index = self._index, None
+            let_go(index or {})
             whole = fragment is not None and _all_of(record, fragment)
             self._own = (ref, fragment) if fragment is not None and whole else None
         if cause is not None and not _names(record, self._me):
@@ -500,6 +506,9 @@ class SaveEngine:
             )
         )
         stale = self._judge(job, fragment, record)
+        written = [] if fragment is None else [fragment]
+        del fragment
+        let_go_of(written)
         self._on_commit(record)
         return record, stale
 
@@ -606,12 +615,14 @@ class SaveEngine:
     def _reusable(self) -> Mapping[str, Sequence[Saved]]:
         """Chunks of the settled parent commit, by leaf."""
         if self._index is None:
-            index: Mapping[str, Sequence[Saved]] = {}
+            index: dict[str, tuple[Saved, ...]] = {}
             if self._parent is not None and self._journal.holds(self._parent):
-                fragments = self._fragments_of(self._parent)
+                fragments = list(self._fragments_of(self._parent))
+                self._own = None  # the index has what is needed of it
                 index = index_chunks(fragments)
                 self._learned.packs.clear()
                 self._learned.packs.update((pack.key, pack.digest) for f in fragments for pack in f.packs)
+                let_go_of(fragments)
             self._index = index
         return self._index
 
@@ -734,8 +745,10 @@ def _told(meter: Meter, through: Stage, *stages: Stage) -> dict[str, float]:
     return {"bytes": meter.bytes(through), "seconds": meter.age_s, **took}
 
 
-Key = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
-"""A span of a box of a leaf: name, offset, extent, start, stop."""
+Key = tuple[str | int, ...]
+"""A span of a box of a leaf: name, offset, extent, start, stop. Flat, so that the collector of cycles forgets
+it at its first look.
+"""
 
 
 @dataclass(slots=True)
@@ -763,30 +776,22 @@ class _Encoded:
 
 def _keys(snapshot: Snapshot) -> list[Key]:
     """What each task is, from save to save."""
-    keys = []
+    keys: list[Key] = []
     for task in snapshot.tasks:
         holding = snapshot.holdings[task.holding]
-        keys.append((holding.leaf.name, holding.box.offset, holding.box.extent, task.start, task.stop))
+        keys.append((holding.leaf.name, *holding.box.offset, *holding.box.extent, task.start, task.stop))
     return keys
 
 
 def _known(keys: Sequence[Key], reusable: Mapping[str, Sequence[Saved]]) -> dict[int, Saved]:
     """For each task, the parent's chunk of the same span of the same box, if there is one."""
-    spans: dict[str, dict[Key, Saved]] = {}
-    known = {}
-    for number, key in enumerate(keys):
-        name = key[0]
-        found = reusable.get(name, ())
-        if len(found) == 1:
-            if _key(found[0]) == key:
-                known[number] = found[0]
-            continue
-        if name not in spans:
-            spans[name] = {_key(saved): saved for saved in found}
-        saved = spans[name].get(key)
-        if saved is not None:
-            known[number] = saved
-    return known
+    spans = {_key(saved): saved for name in {str(key[0]) for key in keys} for saved in reusable.get(name, ())}
+    return {number: spans[key] for number, key in enumerate(keys) if key in spans}
+
+
+def _key(saved: Saved) -> Key:
+    box, chunk = saved.box, saved.chunk
+    return saved.leaf, *box.offset, *box.extent, chunk.start, chunk.stop
 
 
 _OF_MOMENTS = {"exp_avg": 0.1, "momentum_buffer": 0.1, "exp_avg_sq": 0.5, "max_exp_avg_sq": 0.5}
@@ -795,12 +800,7 @@ thousandth of the second.
 """
 
 
-def _key(saved: Saved) -> Key:
-    box, chunk = saved.box, saved.chunk
-    return saved.leaf, box.offset, box.extent, chunk.start, chunk.stop
-
-
-def _candidate(key: Key, holding: Holding) -> Candidate:
+def _candidate(key: Key, task: ChunkTask, holding: Holding) -> Candidate:
     """What a base of this chunk may be worth, before it was measured: a small step leaves most bits of
     16-bit weights as they are, fewer of 32-bit ones (masters too), and fewest of an optimizer's moments.
     """
@@ -810,7 +810,7 @@ def _candidate(key: Key, holding: Holding) -> Candidate:
         prior = 0.0
     elif ".state." in holding.leaf.name:
         prior *= _OF_MOMENTS.get(holding.leaf.name.rsplit(".", 1)[-1].partition("@")[0], 1.0)
-    return Candidate(key, (key[4] - key[3]) * itemsize, prior)
+    return Candidate(key, (task.stop - task.start) * itemsize, prior)
 
 
 def may_extend(chunk: ChunkRecord, max_chain: int) -> bool:
@@ -839,7 +839,7 @@ def _encode_all(
     chosen, bases, rates = settings.codec, learned.bases, learned.rates
     pays = rates.pays if chosen.name == "auto" else always
     bases.aim(
-        _candidate(key, snapshot.holdings[task.holding])
+        _candidate(key, task, snapshot.holdings[task.holding])
         for key, task in zip(keys, snapshot.tasks, strict=True)
         if chosen.deltas
     )
@@ -912,11 +912,10 @@ def _refer(saved: Saved, packs: _Packs) -> ChunkRecord:
 
 
 def _leaf_records(snapshot: Snapshot, chunks: Mapping[int, ChunkRecord]) -> tuple[LeafRecord, ...]:
-    by_holding: dict[int, list[ChunkRecord]] = {}
-    for number, task in enumerate(snapshot.tasks):
-        by_holding.setdefault(task.holding, []).extend([chunks[number]] if number in chunks else [])
     records = []
-    for number, parts in by_holding.items():
+    tasks = enumerate(snapshot.tasks)  # in the order of holdings
+    for number, group in groupby(tasks, key=lambda item: item[1].holding):
+        parts = [chunks[task] for task, _ in group if task in chunks]
         holding = snapshot.holdings[number]
         leaf = holding.leaf
         box = BoxRecord(holding.box.offset, holding.box.extent, tuple(parts))

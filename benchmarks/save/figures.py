@@ -159,6 +159,17 @@ def figures(results: Results) -> list[Figure]:
         ),
         *(
             Figure(
+                f"longest hold of the GIL, {what}",
+                "at most",
+                5,
+                tuple(1e3 * r["hold_s"] for r in results.get(f"hold, {what}", ())),
+                "ms",
+                note=_held(results, f"hold, {what}"),
+            )
+            for what in ("large tensors", "13,000 leaves")
+        ),
+        *(
+            Figure(
                 f"leaves: {what} per leaf, many / a few",
                 "at most",
                 1.25,
@@ -240,6 +251,13 @@ def _free(results: Results) -> str:
     free = found["idle_cores"]
     verdict = "a core was free" if free >= 0.9 else "no core was free"
     return f"{verdict} ({free:.1f} idle beside the loop alone); {found['saves']:.0f} saves"
+
+
+def _held(results: Results, name: str) -> str:
+    if not (found := medians(results.get(name, ()))):
+        return ""
+    most, wait, idle = (1e3 * found[key] for key in ("most_s", "wait_s", "idle_s"))
+    return f"at most {most:.1f} ms; waited {wait:.1f} ms for it, and {idle:.1f} ms while nothing is saved"
 
 
 def _rate(results: Results, key: str) -> str:

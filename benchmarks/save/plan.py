@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from benchmarks.save import leaves, limits, ours, peers, windows
+from benchmarks.save import holds, leaves, limits, ours, peers, windows
 from benchmarks.save.measure import Numbers
 from benchmarks.save.places import Place
 
@@ -70,6 +70,8 @@ def cases(size_bytes: int, *, quick: bool) -> Sequence[Case]:
         Case("fence beyond the budget", "folder", windows.fence_beyond_budget, 256 * MIB, once=True),
         Case("memory", "s3", ours.memory, size_bytes, once=True),
         Case("memory, four times the bytes", "s3", ours.memory, 4 * size_bytes, once=True),
+        Case("hold, large tensors", "folder", holds.large_tensors, size_bytes // 4),
+        Case("hold, 13,000 leaves", "folder", holds.many_leaves, 13_000),
         Case("leaves, a few", "folder", leaves.many_leaves, few, once=True),
         Case("leaves, many", "folder", leaves.many_leaves, many, once=True),
     ]

@@ -131,7 +131,7 @@ class _Step:
     commit: Commit
     specs: Mapping[str, LeafSpec]
     trees: Mapping[str, Any]
-    chunks: Mapping[str, list[Saved]]
+    chunks: Mapping[str, Sequence[Saved]]
 
 
 def _open(store: ObjectStore, commit: Commit) -> _Step:

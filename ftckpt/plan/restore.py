@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
 
@@ -137,18 +138,25 @@ def relevant(refs: Iterable[FragmentRef], wants: Iterable[tuple[LeafSpec, Box]])
 
 def index_chunks(
     fragments: Iterable[Fragment], names: Container[str] | None = None
-) -> dict[str, list[Saved]]:
+) -> dict[str, tuple[Saved, ...]]:
     """Chunks by leaf name, of all leaves or of those in ``names``. A span of a box that two fragments
     hold is listed once.
+
+    Tuples, and one leaf at a time: Python's collector looks at every list and dict again and again, and
+    where there is one for each of many leaves it holds all threads meanwhile.
     """
-    found: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...], int, int], Saved]] = {}
+    parts = [
+        (leaf.name, leaf, fragment)
+        for fragment in fragments
+        for leaf in fragment.leaves
+        if names is None or leaf.name in names
+    ]
+    found: dict[str, tuple[Saved, ...]] = dict.fromkeys((name for name, _, _ in parts), ())
     boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}  # most tensors of a model have few shapes
-    for fragment in fragments:
-        packs = [(pack.key, pack.size) for pack in fragment.packs]
-        for leaf in fragment.leaves:
-            if names is not None and leaf.name not in names:
-                continue
-            spans = found.setdefault(leaf.name, {})
+    parts.sort(key=lambda part: part[0])
+    for name, group in groupby(parts, key=lambda part: part[0]):
+        spans: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], Saved] = {}
+        for _, leaf, fragment in group:
             for record in leaf.boxes:
                 offset, extent = record.offset, record.extent
                 box = boxes.get((offset, extent))
@@ -157,9 +165,11 @@ def index_chunks(
                 for chunk in record.chunks:
                     key = (offset, extent, chunk.start, chunk.stop)
                     if key not in spans:
+                        pack = fragment.packs[chunk.pack]
                         bases = bases_of(fragment, chunk) if chunk.base is not None else ()
-                        spans[key] = Saved(leaf.name, box, chunk, *packs[chunk.pack], bases)
-    return {name: list(spans.values()) for name, spans in found.items()}
+                        spans[key] = Saved(name, box, chunk, pack.key, pack.size, bases)
+        found[name] = tuple(spans.values())
+    return found
 
 
 def bases_of(fragment: Fragment, chunk: ChunkRecord) -> tuple[Link, ...]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 
 from benchmarks.save.figures import figures
+from benchmarks.save.holds import Probe
 from benchmarks.save.state import make_state
 from tests.bench.quick import quick
+from tests.support.procs import wait_until
 
-CASES = ["s3: raw PUTs", "s3: ftckpt, second save", "folder: ftckpt", "folder: DCP async_save", "fence"]
+CASES = [
+    "s3: raw PUTs",
+    "s3: ftckpt, second save",
+    "folder: ftckpt",
+    "folder: DCP async_save",
+    "fence",
+    "hold, large tensors",
+    "hold, 13,000 leaves",
+]
 
 
 @pytest.mark.slow
@@ -33,6 +46,16 @@ def test_a_ratio_is_taken_round_by_round_and_its_median_counts():
     assert found.rounds == (2.0, 1.0, 0.25)
     assert found.measured == 1.0
     assert found.reached is True
+
+
+def test_a_call_that_does_not_let_go_of_the_interpreter_is_seen():
+    numbers = torch.rand(1 << 20).tolist()
+    with Probe() as probe:
+        begun_s = time.thread_time()
+        numbers.sort()  # one call into C
+        sorting_s = time.thread_time() - begun_s
+
+        wait_until(lambda: probe.hold_s > sorting_s / 2, 10)
 
 
 def test_what_was_not_run_is_neither_reached_nor_missed():

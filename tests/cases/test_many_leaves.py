@@ -5,6 +5,7 @@ Counted, not timed: calls of Python functions, of the store, objects, and open f
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import Counter
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import ftckpt
+from ftckpt.births import MANY, let_go, no_collecting
 from ftckpt.boxes import Box
 from ftckpt.capture import capture
 from ftckpt.chaos.faults.store import FaultyStore
@@ -261,3 +263,35 @@ def test_committing_is_near_linear_in_writers():
         assert Counter(call.op for call in counted.log) == {"scan": 1, "read": shards}
 
     assert costs[1] <= TIMES * 1.25 * costs[0], costs
+
+
+def made(count: int) -> list[list[int]]:
+    with no_collecting():
+        return [[number] for number in range(count)]
+
+
+def test_many_objects_just_made_are_old_at_once_and_few_are_not():
+    def young(objects: list[list[int]]) -> bool:
+        known = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
+        return id(objects[0]) in known
+
+    assert young(made(10))
+    assert not young(made(2 * MANY))
+
+
+def test_what_somebody_froze_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        objects = made(2 * MANY)
+        assert 0 < gc.get_freeze_count() <= frozen
+        assert len(objects) == 2 * MANY
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("many", [[1, 2, 3], {1: 2, 3: 4}, []])
+def test_letting_go_leaves_nothing(many):
+    let_go(many)
+
+    assert not many

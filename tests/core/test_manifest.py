@@ -90,6 +90,22 @@ def test_a_record_of_another_kind_is_refused_or_reads_as_nothing_wrong(key: str,
                 decode(type(record), encode(other), key)
 
 
+def test_leaves_packed_one_by_one_are_the_bytes_of_one_call():
+    many = fragment(*(msgspec.structs.replace(leaf(chunk()), name=f"actor.{n}") for n in range(70_000)))
+
+    assert encode(many)[:-43] == msgspec.msgpack.encode(many)
+    assert decode(Fragment, encode(many), "some/key") == many
+    assert encode(STAGING)[:-43] == msgspec.msgpack.encode(STAGING)
+
+
+def test_a_leaf_that_does_not_decode_is_named_by_its_place():
+    fields = msgspec.msgpack.decode(encode(fragment(leaf(chunk())))[:-43])
+    fields["leaves"][0][2] = 7
+
+    with pytest.raises(RecordCorrupt, match=r"leaves\[\.\.\.\]|leaves\[0\]"):
+        decode(Fragment, seal(msgspec.msgpack.encode(fields)), "some/key")
+
+
 @every_kind
 def test_fields_of_a_later_version_are_ignored(key: str, record: Record):
     coder = msgspec.msgpack if isinstance(record, Fragment) else msgspec.json
