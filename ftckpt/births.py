@@ -24,22 +24,7 @@ def no_collecting() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            _let_be()
             gc.enable()
-
-
-MANY = 20_000
-"""Looking at so many objects takes some milliseconds, in which no thread runs."""
-
-
-def _let_be() -> None:
-    """Spare the collector a look at the many objects just made, which are no garbage: it would look at them
-    twice, all at once, and hold every thread for as long. They count as old from now on, with all others:
-    what is garbage among those is found by the next full collection. Not where somebody froze objects.
-    """
-    if gc.get_count()[0] > MANY and gc.get_freeze_count() == 0:
-        gc.freeze()
-        gc.unfreeze()
 
 
 def let_go(many: list[Any] | dict[Any, Any]) -> None:

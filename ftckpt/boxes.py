@@ -11,12 +11,12 @@ row-major order of one box.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
+import msgspec
 
-@dataclass(frozen=True, slots=True, order=True)
-class Box:
+
+class Box(msgspec.Struct, frozen=True, order=True, gc=False):
     """A hyper-rectangle of elements.
 
     ``offset`` and ``extent`` both have length ndim. A zero-dimensional tensor is the box with two

@@ -7,8 +7,9 @@ bytes, named like the component. No torch here: dtypes are names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from ftckpt.boxes import Box
 
@@ -46,8 +47,7 @@ def is_in(name: str, prefix: str) -> bool:
     return name == prefix or (name.startswith(prefix) and name[len(prefix)] in ".@")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class LeafSpec:
+class LeafSpec(msgspec.Struct, frozen=True, order=True, gc=False):
     """What is the same on every holder. ``shape`` is the global one; a value leaf has dtype
     ``uint8`` and shape ``(bytes,)``. ``owner`` is ``group.rank`` for a ``PerRank`` leaf, else "".
     """
@@ -63,8 +63,7 @@ class LeafSpec:
         return ITEMSIZE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(msgspec.Struct, frozen=True, gc=False):
     """The part of a leaf that one rank has, and which ranks have the very same part.
 
     ``ranks`` are ranks inside the replica group, this one included, ascending. ``every_group`` says

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -329,8 +330,7 @@ class Fence:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
+class _Memory(msgspec.Struct, frozen=True, gc=False):
     """Where a live leaf's bytes were when it was registered."""
 
     data: torch.Tensor

@@ -14,9 +14,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -48,8 +48,7 @@ def pieces(source: Source) -> Iterator[memoryview]:
         yield into[: stop - start].data
 
 
-@dataclass(frozen=True, slots=True)
-class HostMemory:
+class HostMemory(msgspec.Struct, frozen=True, gc=False):
     """A contiguous CPU tensor's bytes."""
 
     data: torch.Tensor

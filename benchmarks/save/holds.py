@@ -41,13 +41,14 @@ class Probe:
 
     def __init__(self) -> None:
         self.hold_s = self.wait_s = 0.0
-        self._stop = threading.Event()
+        self._looks, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="probe", daemon=True)
         self._before_s = sys.getswitchinterval()
 
     def __enter__(self) -> Self:
         sys.setswitchinterval(SWITCH_S)
         self._thread.start()
+        self._looks.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,6 +62,7 @@ class Probe:
     def _watch(self) -> None:
         with Path("/proc/thread-self/schedstat").open("rb", buffering=0) as told:
             before_s, computed_s, delayed_s = time.monotonic(), time.process_time(), _delayed_s(told.fileno())
+            self._looks.set()
             while not self._stop.is_set():
                 time.sleep(PAUSE_S)
                 now_s, now_computed_s = time.monotonic(), time.process_time()

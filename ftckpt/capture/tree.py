@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import torch
 
@@ -35,8 +36,7 @@ _DICTS = (dict, OrderedDict, Counter)
 _BULK = frozenset({int, float, bool, type(None), bytes})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LiveLeaf:
+class LiveLeaf(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One leaf of the live state, as this rank holds it.
 
     ``data`` is the local part: a detached tensor that aliases live memory (not copied, maybe not
@@ -407,7 +407,9 @@ class Inflating:
             if can_fill(live) and self.filling.claim(spec.name, live):
                 self.filling.want(spec, live)
                 return live
-        fresh = self.fresh(replace(spec, dtype=self.filling.dtype_of(spec, live, path)), live, key)
+        fresh = self.fresh(
+            msgspec.structs.replace(spec, dtype=self.filling.dtype_of(spec, live, path)), live, key
+        )
         self.filling.want_fresh(spec, fresh)
         return fresh
 

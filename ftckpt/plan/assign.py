@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+import msgspec
+
 from ftckpt.boxes import Box, overlap
 from ftckpt.leaf import Holding
 
@@ -34,8 +36,7 @@ class Place:
         assert 0 <= self.index < self.participants and self.rank >= 0, self
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkTask:
+class ChunkTask(msgspec.Struct, frozen=True, gc=False):
     """Write elements ``start`` to ``stop`` of holding number ``holding``. An empty task (start ==
     stop) only records that the leaf, or this part of it, exists.
     """
