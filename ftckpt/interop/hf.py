@@ -20,6 +20,7 @@ from ftckpt.errors import ForeignDamaged, NotRepresentable, ObjectNotFound, Sett
 from ftckpt.interop.api import MARK, Array, Outline, Reading, Want, parts
 from ftckpt.interop.extents import Extent, Windows, read_span
 from ftckpt.interop.headers import header, read_header, unsaid
+from ftckpt.interop.ties import made_by_the_model
 from ftckpt.store import Files
 from ftckpt.store.api import Buffer
 from ftckpt.store.keys import problem
@@ -66,7 +67,7 @@ class SingleSink:
 class FolderSink:
     """A folder for ``from_pretrained``. ``config``: the folder that the model's other files are in.
 
-    Tied tensors are written once if the config says that the model ties them itself, else under each name.
+    Tied tensors are written under each name, but for an output embedding that the config says is tied.
     """
 
     dest: Files
@@ -100,8 +101,8 @@ class FolderSink:
     def write(self, outline: Outline, read: Reading) -> Sequence[str]:
         """Config and tokenizer first, then the shards, then the index."""
         config, left_out = self._copy_beside(outline)
-        once = _ties(config)
-        arrays = [array for array in outline.arrays if not (once and array.name in outline.tied)]
+        made = made_by_the_model((a.name for a in outline.arrays), outline.tied) if _ties(config) else ()
+        arrays = [array for array in outline.arrays if array.name not in made]
         shards = _sharded(arrays, self.shard_bytes)
         if len(shards) == 1:
             _write_file(self.dest, WHOLE, shards[0], outline.about, read)
@@ -163,7 +164,7 @@ def _read_config(files: Files) -> tuple[bytes, dict[str, Any]]:
 
 
 def _ties(config: Mapping[str, Any]) -> bool:
-    """Whether the model ties its own weights when it is loaded."""
+    """Whether the model ties its word embeddings itself when it is loaded."""
     inner = config.get("text_config")
     said = config.get("tie_word_embeddings")
     return bool(said if said is not None or not isinstance(inner, dict) else inner.get("tie_word_embeddings"))

@@ -8,10 +8,9 @@ is whole. Bytes are read chunk by chunk as the writer asks for them.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from ftckpt.clock import SystemClock
 from ftckpt.commit import Expected, check_settled, put_fragment, settle
 from ftckpt.errors import AttemptTaken, NotRepresentable, NotSameRun, ObjectNotFound, UnsupportedValue
 from ftckpt.interop.api import Array, Progress, Source
+from ftckpt.interop.ties import is_input, is_output
 from ftckpt.layout import Writer
 from ftckpt.leaf import Holding, LeafSpec
 from ftckpt.manifest import (
@@ -55,7 +55,6 @@ MAX_PACK_BYTES = 64 << 20
 """Fewer and smaller than a save's: nobody waits for an import, and memory is to be small."""
 
 _RESERVED = ("rng", "ftckpt")
-_NUMBER = re.compile(r"[0-9]+")
 _COMPARED_BYTES = 4 << 20
 _OPTIMIZER = {"state", "param_groups"}
 
@@ -314,7 +313,7 @@ def never(_a: Array, _b: Array) -> bool:
 
 def lay_out(tree: Any, component: str | None, same: Same = never) -> Laid:
     """Components, kinds and leaves for a source's tree. ``same`` says whether two arrays of a module that
-    could be one tied tensor, written twice, hold the same bytes; they become one leaf.
+    are called like word embeddings hold the same bytes; they become one leaf.
 
     Raises:
         NotRepresentable: a value, or a name, that a run cannot hold.
@@ -386,16 +385,15 @@ def _is_module(part: Any) -> bool:
 
 
 def _untwinned(part: Mapping[str, Any], same: Same) -> dict[str, Array]:
-    """The arrays of a module, tied ones as one. Formats that do not know ties write such a tensor under each
-    of its names. Siblings of layers, whose names differ in numbers only, are not looked at.
+    """The arrays of a module, word embeddings that are tied as one. Formats that do not know ties write such a
+    tensor under each of its names. Other arrays that are equal are just that.
     """
     arrays = {key: value for key, value in part.items() if isinstance(value, Array)}
-    patterns = Counter(_NUMBER.sub("#", key) for key in arrays)
-    single: dict[tuple[str, tuple[int, ...]], list[Array]] = {}
+    found: dict[tuple[str, tuple[int, ...]], list[Array]] = {}
     for key, array in arrays.items():
-        if patterns[_NUMBER.sub("#", key)] > 1 or array.numel < 2:
+        if not is_input(key) and not is_output(key):
             continue
-        alike = single.setdefault((array.dtype, array.shape), [])
+        alike = found.setdefault((array.dtype, array.shape), [])
         twin = next((other for other in alike if other is array or same(other, array)), None)
         if twin is None:
             alike.append(array)

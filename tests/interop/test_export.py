@@ -38,6 +38,7 @@ from ftckpt.interop import export_run, hf, zarr_group
 from ftckpt.interop.api import MARK
 from ftckpt.interop.exporting import Choice, export
 from ftckpt.interop.hf import FolderSink, SingleSink
+from ftckpt.interop.ties import made_by_the_model
 from ftckpt.interop.torch_folder import DcpSink
 from ftckpt.interop.zarr_group import ZarrSink
 from ftckpt.session import Session
@@ -99,6 +100,41 @@ def test_a_tied_tensor_is_written_once_where_the_config_ties_it_and_else_under_e
 
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / hf.WHOLE)
     assert same(load_file(tmp_path / "bare" / hf.WHOLE), trained.weights)
+
+
+def test_ties_that_the_config_does_not_speak_of_are_written_under_each_name(trained, tmp_path):
+    """A loader makes the output embedding out of the input's, and nothing else: what is left out is random."""
+    model = tiny()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with Session(tmp_path / "run", {"actor": model}, events=silent):
+        pass
+
+    export_run(tmp_path / "run", tmp_path / "hf", format="hf", component="actor", config=trained.base)
+
+    loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not told["missing_keys"] and same(weights(loaded), weights(model))
+    assert "lm_head.weight" not in load_file(tmp_path / "hf" / hf.WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("names", "tied", "made"),
+    [
+        (["model.embed_tokens.weight", "lm_head.weight"], {"lm_head.weight": "model.embed_tokens.weight"}, 1),
+        (["lm_head.weight", "wte.weight"], {"wte.weight": "lm_head.weight"}, 0),  # whichever came first
+        (["embed_tokens.weight", "lm_head.weight"], {}, None),  # not tied in the run
+        (["x.weight", "lm_head.weight"], {"lm_head.weight": "x.weight"}, None),
+        (["embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"], {1: 0}, 1),
+        (["cls.predictions.bias", "cls.predictions.decoder.bias"], {1: 0}, None),
+        (["shared.weight", "encoder.embed_tokens.weight", "lm_head.weight"], {1: 0, 2: 0}, 2),
+        (["lm_head", "wte"], {1: 0}, None),
+    ],
+)
+def test_a_loader_makes_the_output_embedding_that_is_tied_to_an_input_embedding(names, tied, made):
+    spelled = {
+        (names[k] if type(k) is int else k): (names[v] if type(v) is int else v) for k, v in tied.items()
+    }
+
+    assert made_by_the_model(names, spelled) == ({names[made]} if made is not None else set())
 
 
 def test_another_dtype_is_rounded_as_torch_rounds_and_told_in_the_config(trained, tmp_path):

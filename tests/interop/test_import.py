@@ -108,6 +108,21 @@ def test_one_file_that_holds_a_tied_tensor_twice_fits_the_tied_model_and_the_oth
     assert same(weights(apart), trained.weights)
 
 
+def test_tensors_that_are_merely_equal_stay_apart(tmp_path):
+    """Of a norm and a bias that one training step made equal nothing says that they are one tensor."""
+    held = {"embed_tokens.weight": torch.ones(4, 8), "lm_head.weight": torch.ones(4, 8)}
+    apart = {"norm.bias": torch.full((8,), 0.25), "dense.bias": torch.full((8,), 0.25)}
+    save_file(held | apart, tmp_path / "a.safetensors")
+
+    done = import_run(tmp_path / "a.safetensors", tmp_path / "run", format="hf", component="m")
+
+    assert done.tensors == 3
+    with ftckpt.open(tmp_path / "run") as run:
+        tree = run.value("m", 0)["tree"]
+    assert tree["norm.bias"] != tree["dense.bias"]
+    assert tree["embed_tokens.weight"] == tree["lm_head.weight"]
+
+
 def test_a_file_of_torch_save_brings_tensors_of_any_strides_ties_and_plain_values(trained, tmp_path):
     base = torch.arange(24.0).reshape(4, 6)
     held = {
