@@ -6,6 +6,7 @@ a step. Neither knows the other, nor what a run is: ``importing`` and ``exportin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -83,7 +84,8 @@ Want = tuple[Array, Box]
 class Outline:
     """What is exported: ``arrays`` by name, in order, and of each component the ``trees`` that they
     stand in. ``bare``: it is one component, whose name is in front of no array. ``tied``: arrays whose bytes
-    are those of another, by name. ``about`` says where it is from.
+    are those of another, by name. ``about`` says where it is from. ``apart``: the names of what each rank has
+    its own of; in the trees ``None`` stands there.
     """
 
     arrays: tuple[Array, ...]
@@ -91,6 +93,7 @@ class Outline:
     bare: bool = False
     tied: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
 
 
 class Reading(Protocol):
@@ -156,8 +159,31 @@ def walk(tree: Any, path: tuple[object, ...] = ()) -> Iterator[tuple[tuple[objec
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
             yield from walk(value, (*path, key))
-    elif isinstance(tree, list | tuple) and tree:
+    elif isinstance(tree, list | tuple | deque) and tree:
         for index, value in enumerate(tree):
             yield from walk(value, (*path, index))
     else:
         yield path, tree
+
+
+def plain_values(outline: Outline) -> list[str]:
+    """What a format leaves out that holds arrays only: names, one for all of a container that has no array in it."""
+    found = []
+    for component, tree in outline.trees.items():
+        _, names = _plain(tree, "" if outline.bare else component, outline.apart)
+        found += [f"{name or component} (plain values)" for name in names]
+    return found
+
+
+def _plain(node: Any, path: str, apart: frozenset[str]) -> tuple[bool, list[str]]:
+    """Whether arrays are in it, and the names of what is none."""
+    if isinstance(node, Array):
+        return True, []
+    if not isinstance(node, Mapping | list | tuple | deque):
+        return False, [] if path in apart else [path]
+    items = node.items() if isinstance(node, Mapping) else enumerate(node)
+    inside = [_plain(item, f"{path}.{key}".lstrip("."), apart) for key, item in items]
+    names = [name for _, part in inside for name in part]
+    if any(has_arrays for has_arrays, _ in inside):
+        return True, names
+    return False, [path] if names else []

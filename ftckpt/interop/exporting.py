@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -166,11 +167,11 @@ def outlined(saved: _Step, choice: Choice) -> tuple[Outline, dict[str, str], tup
     origins: dict[str, str] = {}
     first: dict[str, str] = {}
     tied: dict[str, str] = {}
-    values: list[str] = []
+    apart: list[str] = []
 
     def said(ref: TensorRef, name: str) -> Any:
         if ref.name.endswith("@"):
-            values.append(f"{name} (each rank's own)")
+            apart.append(name)
             return None
         spec = saved.specs[ref.name]
         if name in arrays:
@@ -193,11 +194,14 @@ def outlined(saved: _Step, choice: Choice) -> tuple[Outline, dict[str, str], tup
         if record["kind"] == "optimizer":
             tree = _by_parameter(tree)
         trees[unescaped(component)] = _named(tree, prefix, said, flat=record["kind"] == "module")
-    left_out = [name for name in sorted(saved.trees) if name.partition("@")[0] not in (*names, *_OURS)]
-    if choice.component is not None:
-        left_out = [name for name in left_out if "@" in name]
-    outline = Outline(tuple(arrays.values()), trees, choice.component is not None, tied)
-    return outline, origins, (*values, *left_out)
+    left_out = [f"{name} (each rank's own)" for name in apart]
+    if choice.component is None:  # whole components that each rank has its own of
+        whole = {name.partition("@")[0] for name in saved.trees} - {*names, *_OURS}
+        left_out += [f"{unescaped(name)} (each rank's own)" for name in sorted(whole) if "." not in name]
+    outline = Outline(
+        tuple(arrays.values()), trees, choice.component is not None, tied, apart=frozenset(apart)
+    )
+    return outline, origins, tuple(left_out)
 
 
 def _chosen(saved: _Step, own: Mapping[str, Any], component: str | None) -> list[str]:
@@ -239,9 +243,9 @@ def _named(tree: Any, path: str, said: Any, *, flat: bool = False) -> Any:
             (spelled(key) if flat else key): _named(item, f"{path}.{spelled(key)}".lstrip("."), said)
             for key, item in tree.items()
         }
-    if type(tree) in (list, tuple):
+    if type(tree) in (list, tuple, deque):
         items = [_named(item, f"{path}.{i}".lstrip("."), said) for i, item in enumerate(tree)]
-        return items if type(tree) is list else tuple(items)
+        return items if type(tree) is list else type(tree)(items)
     return tree
 
 

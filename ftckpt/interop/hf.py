@@ -17,7 +17,7 @@ import xxhash
 
 from ftckpt.capture import as_bytes_view
 from ftckpt.errors import ForeignDamaged, NotRepresentable, ObjectNotFound, SettingsError
-from ftckpt.interop.api import MARK, Array, Outline, Reading, Want, parts
+from ftckpt.interop.api import MARK, Array, Outline, Reading, Want, parts, plain_values
 from ftckpt.interop.extents import Extent, Windows, read_span
 from ftckpt.interop.headers import header, read_header, unsaid
 from ftckpt.interop.ties import made_by_the_model
@@ -60,7 +60,7 @@ class SingleSink:
 
     def write(self, outline: Outline, read: Reading) -> Sequence[str]:
         _write_file(self.dest, self.single, outline.arrays, outline.about, read)
-        return ()
+        return plain_values(outline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ class FolderSink:
 
     def write(self, outline: Outline, read: Reading) -> Sequence[str]:
         """Config and tokenizer first, then the shards, then the index."""
-        config, left_out = self._copy_beside(outline)
+        config, not_copied = self._copy_beside(outline)
+        left_out = [*not_copied, *plain_values(outline)]
         made = made_by_the_model((a.name for a in outline.arrays), outline.tied) if _ties(config) else ()
         arrays = [array for array in outline.arrays if array.name not in made]
         shards = _sharded(arrays, self.shard_bytes)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
@@ -90,7 +91,8 @@ class DcpSink:
             chunks = [_chunk(box) for box in parts(array, ITEM_BYTES)]
             described[name] = TensorStorageMetadata(_properties(array), torch.Size(array.shape), chunks)
         writer.finish(Metadata(described, planner_data=mapping), results)
-        return ()
+        (first, *_) = [*outline.trees, ""]
+        return [f"{path or first} ({what})" for path, what in _changes(_rooted(outline), "")]
 
 
 def _files(items: Sequence[tuple[str, Array, Box]]) -> list[list[WriteItem]]:
@@ -109,12 +111,18 @@ def _files(items: Sequence[tuple[str, Array, Box]]) -> list[list[WriteItem]]:
 
 def _flattened(outline: Outline) -> tuple[dict[str, Any], dict[str, Any]]:
     """All values by dotted name, as torch flattens them, and the paths that the names stand for."""
-    tree: Any = outline.trees
-    if outline.bare:
-        (tree,) = outline.trees.values()
-        tree = tree if isinstance(tree, dict) else {"value": tree}
-    flat, mapping = flatten_state_dict(_replaced(dict(tree)))
-    return {name: getattr(value, "array", value) for name, value in flat.items()}, dict(mapping)
+    flat, mapping = flatten_state_dict(_replaced(_rooted(outline)))
+    return {name: value.array if isinstance(value, _Stand) else value for name, value in flat.items()}, dict(
+        mapping
+    )
+
+
+def _rooted(outline: Outline) -> dict[str, Any]:
+    """All that is exported as one dict, the outermost names first."""
+    if not outline.bare:
+        return dict(outline.trees)
+    (tree,) = outline.trees.values()
+    return tree if isinstance(tree, dict) else {"value": tree}
 
 
 class _Stand(torch.Tensor):
@@ -130,9 +138,33 @@ def _replaced(node: Any) -> Any:
         return stand
     if isinstance(node, dict):
         return {key: _replaced(value) for key, value in node.items()}
-    if type(node) in (list, tuple):
-        return type(node)(_replaced(value) for value in node)
+    if _is_list_there(node):
+        return [_replaced(value) for value in node]
     return node
+
+
+def _is_list_there(node: Any) -> bool:
+    """Torch looks for tensors in lists; tuples without any stay as they are, being values."""
+    if type(node) is tuple:
+        return any(isinstance(value, Array) for _, value in walk(node))
+    return type(node) in (list, deque)
+
+
+def _changes(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    """What is another thing in the folder than it was, by name: the folder has names, lists and leaves only."""
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, dict):
+        inner = node.items()
+        if not node:
+            yield path, "an empty dict, which DCP does not hold"
+        if any(type(key) is not str for key in node):
+            yield path, "its keys are numbers; in DCP they are text"
+    elif _is_list_there(node):
+        inner = enumerate(node)
+        if type(node) is not list:
+            yield path, f"a {type(node).__name__}; in DCP it is a list"
+    for key, value in inner:
+        yield from _changes(value, f"{path}.{key}".lstrip("."))
 
 
 def _odd(outline: Outline) -> list[tuple[object, ...]]:

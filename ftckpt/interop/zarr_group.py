@@ -19,7 +19,7 @@ import tensorstore as ts
 from ftckpt.boxes import Box
 from ftckpt.capture import as_bytes_view
 from ftckpt.errors import DestinationTaken, ObjectDamaged
-from ftckpt.interop.api import Array, Outline, Reading
+from ftckpt.interop.api import Array, Outline, Reading, plain_values
 from ftckpt.store import Files
 
 CHUNK_BYTES = 8 << 20
@@ -81,7 +81,7 @@ class ZarrSink:
         about = {**outline.about, "names": {folder(a.name): a.name for a in outline.arrays}}
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"ftckpt": about}}
         self.dest.put(GROUP, json.dumps(group, indent=2).encode())
-        return ()
+        return plain_values(outline)
 
     def _put_chunk(self, array: Array, grid: Any, box: Box, raw: memoryview) -> None:
         """Have one chunk encoded, and carry it over."""

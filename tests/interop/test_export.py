@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from ftckpt.errors import (
     StateMismatch,
 )
 from ftckpt.events import silent
-from ftckpt.interop import export_run, hf, zarr_group
+from ftckpt.interop import export_run, hf, import_run, zarr_group
 from ftckpt.interop.api import MARK
 from ftckpt.interop.exporting import Choice, export
 from ftckpt.interop.hf import FolderSink, SingleSink
@@ -671,3 +672,87 @@ def test_memory_is_bounded_however_large_the_state_is():
 
     beside = json.loads(result.outputs[0].splitlines()[-1])
     assert len(beside) == 7 and max(beside.values()) < 64, beside
+
+
+# --- what is left out -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory) -> Path:
+    """A run with everything that one format or the other has no place for."""
+    folder = tmp_path_factory.mktemp("mixed")
+    state = {
+        "mixed": {
+            "w": torch.ones(2),
+            "epoch": 3,
+            "log": {"names": ["a"], "loss": 0.5},
+            "both": {"w": torch.zeros(1), "n": None},
+            "mine": ftckpt.PerRank({"n": 1}),
+            "pair": (torch.full((2,), 7.0), 3),
+            "last": deque([torch.full((1,), 8.0), 4], maxlen=2),
+            "counts": {0: 5, 1: 6},
+            "plain": (1, {2: 3}),
+            "empty": {},
+        },
+        "words": {"name": "x"},
+        "loader": ftckpt.PerRank({"ids": torch.ones(3)}),
+    }
+    with Session(folder / "run", state, events=silent):
+        pass
+    return folder / "run"
+
+
+def _arrays_only(run: Path, dest: Path, kind: str, **asked: Any) -> tuple[str, ...]:
+    name = dest / "a.safetensors" if kind == "safetensors" else dest / kind
+    return export_run(run, name, format=kind, **asked).left_out
+
+
+PLAIN = ("epoch", "log", "both.n", "pair.1", "last.1", "counts", "plain")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zarr", "hf"])
+def test_plain_values_are_told_as_left_out_of_formats_that_hold_arrays_only(mixed, tmp_path, kind):
+    left_out = _arrays_only(mixed, tmp_path, kind, component="mixed")
+
+    assert left_out == ("mine (each rank's own)", *(f"{name} (plain values)" for name in PLAIN))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zarr"])
+def test_without_a_component_every_name_that_is_left_out_begins_with_its_component(mixed, tmp_path, kind):
+    left_out = _arrays_only(mixed, tmp_path, kind)
+
+    own = ("mixed.mine (each rank's own)", "loader (each rank's own)")
+    assert left_out == (*own, *(f"mixed.{name} (plain values)" for name in PLAIN), "words (plain values)")
+
+
+def test_of_a_component_nothing_is_told_that_others_hold(mixed, tmp_path):
+    assert _arrays_only(mixed, tmp_path, "safetensors", component="words") == ("words (plain values)",)
+    assert _arrays_only(mixed, tmp_path, "dcp", component="words") == ()
+
+
+def test_what_becomes_another_thing_in_a_dcp_folder_is_told_by_name(mixed, tmp_path):
+    done = export_run(mixed, tmp_path / "dcp", format="dcp", component="mixed")
+
+    assert done.left_out == (
+        "mine (each rank's own)",
+        "pair (a tuple; in DCP it is a list)",
+        "last (a deque; in DCP it is a list)",
+        "counts (its keys are numbers; in DCP they are text)",
+        "empty (an empty dict, which DCP does not hold)",
+    )
+    import_run(tmp_path / "dcp", tmp_path / "run", format="dcp", component="mixed")
+    state = {"mixed": {}}
+    ftckpt.restore(tmp_path / "run", state)
+    found = state["mixed"]
+    assert (found["pair"][0].tolist(), found["pair"][1]) == ([7.0, 7.0], 3)
+    assert (found["last"][0].tolist(), found["last"][1]) == ([8.0], 4)
+    assert found["counts"] == {"0": 5, "1": 6} and found["plain"] == (1, {2: 3}) and "empty" not in found
+
+
+def test_numbers_as_the_outermost_keys_of_a_component_are_told_under_its_name(tmp_path):
+    with Session(tmp_path / "run", {"s": {0: torch.ones(2), 1: torch.zeros(2)}}, events=silent):
+        pass
+
+    done = export_run(tmp_path / "run", tmp_path / "dcp", format="dcp", component="s")
+
+    assert done.left_out == ("s (its keys are numbers; in DCP they are text)",)
