@@ -123,8 +123,10 @@ class Stream(Protocol):
 
 
 class StreamingStore(ObjectStore, Protocol):
-    """A store that also takes objects too large for memory. Not for a run: a stream is not create-only,
-    and a call of it that failed is not repeated.
+    """A store that also takes objects too large for memory. Not for a run: a stream is not create-only.
+
+    What a stream sends is tried again inside it, where a server can be asked again; a call that failed is
+    final, since nobody else has the bytes before it.
     """
 
     def stream(self, key: str) -> Stream:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import fsspec
@@ -35,9 +35,14 @@ from ftckpt.store.settings import HttpSettings, S3Settings, strike_out
 
 T = TypeVar("T")
 
+_LONGEST_WAIT_S = 20.0
+_MOST_TRIES = 100
+
 
 class FsspecStore:
-    """A folder of an fsspec file system. Made by ``s3fs_store`` and ``other`` below."""
+    """A folder of an fsspec file system. Made by ``s3fs_store`` and ``other`` below. ``streaming`` makes the
+    file system of streams, if that is another one.
+    """
 
     def __init__(
         self,
@@ -46,10 +51,13 @@ class FsspecStore:
         uri: str,
         *,
         conditional: bool,
+        streaming: Callable[[], Any] | None = None,
         where: str = "",
         secrets: Sequence[str] = (),
     ) -> None:
         self._fs = fs
+        self._streaming = streaming
+        self._streams: Any = None
         self._root = root.rstrip("/")
         self._uri = uri
         self._conditional = conditional
@@ -129,7 +137,9 @@ class FsspecStore:
         affair.
         """
         check_key(key, op="stream", uri=self._uri)
-        return FsspecStream(self, key)
+        if self._streams is None:
+            self._streams = self._fs if self._streaming is None else self._streaming()
+        return FsspecStream(self, self._streams, key)
 
     def close(self) -> None:
         """The connections belong to fsspec, which closes them when the file system is dropped."""
@@ -202,9 +212,9 @@ class FsspecStore:
 class FsspecStream:
     """A file that fsspec has open for writing."""
 
-    def __init__(self, store: FsspecStore, key: str) -> None:
+    def __init__(self, store: FsspecStore, fs: Any, key: str) -> None:
         self._store, self._key, self._path = store, key, store._path(key)  # noqa: SLF001 - the two are one thing
-        self._out: Any = self._call(self._open)
+        self._out: Any = self._call(lambda: self._open(fs))
 
     def write(self, data: Buffer) -> None:
         self._call(lambda: self._out.write(view(data)))
@@ -220,8 +230,7 @@ class FsspecStream:
             self._call(self._out.close)
             self._store.delete([self._key])
 
-    def _open(self) -> Any:
-        fs = self._store._fs  # noqa: SLF001
+    def _open(self, fs: Any) -> Any:
         fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
         return fs.open(self._path, "wb")
 
@@ -235,31 +244,47 @@ def s3fs_store(bucket: str, prefix: str, settings: S3Settings, http: HttpSetting
         name = min(settings.extra)
         raise SettingsError(f"store option {name!r} is known for s3:// but not for fsspec+s3://", option=name)
     key, secret, token = settings.credentials or (None, None, None)
-    fs = fsspec.filesystem(
-        "s3",
-        key=key,
-        secret=secret,
-        token=token,
-        client_kwargs={"endpoint_url": settings.endpoint_url, "region_name": settings.region},
-        config_kwargs={
-            "s3": {"addressing_style": "path" if settings.path_style else "virtual"},
-            "connect_timeout": http.connect_timeout_s,
-            "read_timeout": http.timeout_s,
-            "retries": {"max_attempts": 0},
-        },
-        use_listings_cache=False,
-        skip_instance_cache=True,
-    )
-    fs.retries = 1  # ours are outside
+
+    def client(retries: Mapping[str, object]) -> Any:
+        fs = fsspec.filesystem(
+            "s3",
+            key=key,
+            secret=secret,
+            token=token,
+            client_kwargs={"endpoint_url": settings.endpoint_url, "region_name": settings.region},
+            config_kwargs={
+                "s3": {"addressing_style": "path" if settings.path_style else "virtual"},
+                "connect_timeout": http.connect_timeout_s,
+                "read_timeout": http.timeout_s,
+                "retries": retries,
+            },
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+        fs.retries = 1  # ours are outside, or botocore's
+        return fs
+
     root = f"{bucket}/{prefix}".rstrip("/")
     return FsspecStore(
-        fs,
+        client({"max_attempts": 0}),
         root,
         f"fsspec+s3://{root}",
         conditional=True,
+        streaming=lambda: client({"total_max_attempts": _tries(http.stream_retry_s), "mode": "standard"}),
         where=settings.endpoint_url or "",
         secrets=settings.secrets,
     )
+
+
+def _tries(limit_s: float) -> int:
+    """How often botocore has to try so that it goes on for about that long: it waits up to 1, 2, 4, … 20 s, half
+    of that on average, and takes a number of tries instead of a time.
+    """
+    tries, spent_s = 1, 0.0
+    while spent_s < limit_s and tries < _MOST_TRIES:
+        spent_s += min(_LONGEST_WAIT_S, 2.0 ** (tries - 1)) / 2
+        tries += 1
+    return tries
 
 
 def other(scheme: str, rest: str, options: dict[str, Any]) -> FsspecStore:

@@ -261,9 +261,11 @@ class LocalStream:
 
     def close(self) -> None:
         with self._store._errors("stream", self._key):  # noqa: SLF001
-            os.fsync(self._fd)
-            self._temporary.replace(self._path)
-            os.close(self._fd)
+            try:
+                os.fsync(self._fd)
+                self._temporary.replace(self._path)
+            finally:
+                self.abort()  # which finds nothing to remove under the temporary name, if all went well
             self._store._sync_folders(self._path.parent, self._made)  # noqa: SLF001
 
     def abort(self) -> None:

@@ -1,7 +1,8 @@
 """Buckets (S3, Google, Azure) and shared memory as stores, through obstore.
 
 Knows how obstore speaks and what its errors mean; they are translated here and nowhere else.
-Refuses to know retries (``retry`` does that, so obstore's own are off) and addresses (``opening``).
+Refuses to know retries (``retry`` does that, so obstore's own are off but for streams, whose parts only
+obstore can send again) and addresses (``opening``).
 
 obstore's errors quote requests and answers, and an S3 answer can quote credentials back. So an
 error raised here is made from the status, the server's code and its message only, with every known
@@ -55,13 +56,22 @@ ObstoreStore = S3Store | GCSStore | AzureStore | MemoryStore
 class ObjectStorage:
     """A prefix of a bucket. Made by ``s3``, ``google``, ``azure`` and ``memory`` below.
 
-    Its threads do not survive a fork, so a forked child is refused instead of hanging.
+    Its threads do not survive a fork, so a forked child is refused instead of hanging. ``streaming`` makes the
+    client of streams, which tries parts again.
     """
 
     def __init__(
-        self, inner: ObstoreStore, uri: str, *, where: str = "", secrets: Sequence[str] = ()
+        self,
+        inner: ObstoreStore,
+        uri: str,
+        *,
+        streaming: Callable[[], ObstoreStore] | None = None,
+        where: str = "",
+        secrets: Sequence[str] = (),
     ) -> None:
         self._inner = inner
+        self._streaming = streaming
+        self._streams: ObstoreStore | None = None
         self._uri = uri
         self._where = where
         self._secrets = tuple(secret for secret in secrets if secret)
@@ -132,7 +142,9 @@ class ObjectStorage:
     def stream(self, key: str) -> BucketStream:
         """Begin an object that is written part by part, in a multipart upload where it is a large one."""
         check_key(key, op="stream", uri=self._uri)
-        return BucketStream(self, key)
+        if self._streams is None:
+            self._streams = self._inner if self._streaming is None else self._streaming()
+        return BucketStream(self, self._streams, key)
 
     def close(self) -> None:
         """obstore closes its sockets when the store is dropped."""
@@ -229,10 +241,10 @@ class BucketStream:
     the bucket's own rule for unfinished uploads removes it.
     """
 
-    def __init__(self, store: ObjectStorage, key: str) -> None:
+    def __init__(self, store: ObjectStorage, client: ObstoreStore, key: str) -> None:
         self._store, self._key = store, key
         self._out: Any = self._call(
-            lambda: obstore.open_writer(store._inner, key, buffer_size=_PART_BYTES, max_concurrency=2)  # noqa: SLF001 - the two are one thing
+            lambda: obstore.open_writer(client, key, buffer_size=_PART_BYTES, max_concurrency=2)
         )
 
     def write(self, data: Buffer) -> None:
@@ -246,7 +258,7 @@ class BucketStream:
         self._out = None
 
     def _call(self, effect: Callable[[], T]) -> T:
-        return self._store._call("stream", self._key, effect)  # noqa: SLF001
+        return self._store._call("stream", self._key, effect)  # noqa: SLF001 - the two are one thing
 
 
 def s3(bucket: str, prefix: str, settings: S3Settings, http: HttpSettings) -> ObjectStorage:
@@ -276,52 +288,59 @@ def s3(bucket: str, prefix: str, settings: S3Settings, http: HttpSettings) -> Ob
                 "expires_at": None,
             }
 
-    uri = _address("s3", bucket, prefix)
-    inner = _made(
-        uri,
-        settings.secrets,
-        lambda: S3Store(
+    def client(retries: RetryConfig) -> S3Store:
+        return S3Store(
             bucket,
             prefix=prefix or None,
             config=config,  # type: ignore[arg-type]
             client_options=_client(http, allow_http=settings.allow_http),
-            retry_config=_no_retries(),
+            retry_config=retries,
             credential_provider=provider,
-        ),
-    )
-    return ObjectStorage(inner, uri, where=settings.endpoint_url or "", secrets=settings.secrets)
+        )
+
+    uri = _address("s3", bucket, prefix)
+    return _storage(client, uri, http, where=settings.endpoint_url or "", secrets=settings.secrets)
 
 
 def google(bucket: str, prefix: str, config: dict[str, Any], http: HttpSettings) -> ObjectStorage:
-    uri = _address("gs", bucket, prefix)
-    inner = _made(
-        uri,
-        _texts(config),
-        lambda: GCSStore(
+    def client(retries: RetryConfig) -> GCSStore:
+        return GCSStore(
             bucket,
             prefix=prefix or None,
             config=config,  # type: ignore[arg-type]
             client_options=_client(http, allow_http=False),
-            retry_config=_no_retries(),
-        ),
-    )
-    return ObjectStorage(inner, uri, secrets=_texts(config))
+            retry_config=retries,
+        )
+
+    return _storage(client, _address("gs", bucket, prefix), http, secrets=_texts(config))
 
 
 def azure(container: str, prefix: str, config: dict[str, Any], http: HttpSettings) -> ObjectStorage:
-    uri = _address("az", container, prefix)
-    inner = _made(
-        uri,
-        _texts(config),
-        lambda: AzureStore(
+    def client(retries: RetryConfig) -> AzureStore:
+        return AzureStore(
             container,
             prefix=prefix or None,
             config=config,  # type: ignore[arg-type]
             client_options=_client(http, allow_http=str(config.get("endpoint", "")).startswith("http://")),
-            retry_config=_no_retries(),
-        ),
-    )
-    return ObjectStorage(inner, uri, secrets=_texts(config))
+            retry_config=retries,
+        )
+
+    return _storage(client, _address("az", container, prefix), http, secrets=_texts(config))
+
+
+def _storage(
+    client: Callable[[RetryConfig], ObstoreStore],
+    uri: str,
+    http: HttpSettings,
+    *,
+    where: str = "",
+    secrets: Sequence[str],
+) -> ObjectStorage:
+    """A client without retries, and another with them once a stream is opened."""
+    once: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
+    again: RetryConfig = {"max_retries": 1000, "retry_timeout": timedelta(seconds=http.stream_retry_s)}
+    inner = _made(uri, secrets, lambda: client(once))
+    return ObjectStorage(inner, uri, streaming=lambda: client(again), where=where, secrets=secrets)
 
 
 def _made(uri: str, secrets: Sequence[str], make: Callable[[], T]) -> T:
@@ -479,10 +498,6 @@ def _client(http: HttpSettings, *, allow_http: bool) -> ClientConfig:
         "timeout": timedelta(seconds=http.timeout_s),
         "connect_timeout": timedelta(seconds=http.connect_timeout_s),
     }
-
-
-def _no_retries() -> RetryConfig:
-    return {"max_retries": 0, "retry_timeout": timedelta(0)}
 
 
 def _address(scheme: str, bucket: str, prefix: str) -> str:

@@ -96,6 +96,7 @@ def _opened(
         connect_timeout_s=require_number(
             "connect_timeout_s", options.get("connect_timeout_s", 5.0), low=SHORTEST_S, high=600
         ),
+        stream_retry_s=deadline_s,
     )
     rest = {name: value for name, value in options.items() if name not in _OURS}
     inner = _bare(os.fspath(uri), rest, http, os.environ if environ is None else environ, events)

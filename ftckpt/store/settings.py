@@ -80,10 +80,13 @@ _CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """``timeout_s`` is for one whole request with its body; ``connect_timeout_s`` for reaching the server."""
+    """``timeout_s`` is for one whole request with its body; ``connect_timeout_s`` for reaching the server;
+    ``stream_retry_s`` for trying a part of a stream again, which nobody else can.
+    """
 
     timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
+    stream_retry_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)

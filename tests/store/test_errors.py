@@ -61,7 +61,7 @@ def scripted_store(server, scheme, **options):
     """No retries around it: one call, one answer."""
     from ftckpt.store import fsspec, objectstore
 
-    http = HttpSettings(timeout_s=options.pop("timeout_s", 10), connect_timeout_s=2)
+    http = HttpSettings(options.pop("timeout_s", 10), 2, options.pop("stream_retry_s", 20))
     given = {
         "endpoint_url": server.endpoint,
         "access_key_id": KEY_ID,
@@ -179,6 +179,38 @@ def test_answers_of_a_server_on_a_bad_day_get_their_name(server, scheme, method,
     assert type(caught.value) is kind
     assert caught.value.retryable is retryable
     assert len([1 for seen, path, _ in server.requests if seen == method and "list-type" not in path]) == 1
+
+
+@pytest.mark.parametrize("size_bytes", [1000, 60 << 20])
+def test_whatever_a_stream_sends_is_sent_again_when_the_server_is_busy(server, scheme, size_bytes):
+    """A part that fails would fail the export: nobody has the bytes before it any more."""
+    busy = failure(503, "ServiceUnavailable")
+    begun = Answer(
+        body=b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
+    )
+    ended = Answer(body=b"<CompleteMultipartUploadResult><ETag>e</ETag></CompleteMultipartUploadResult>")
+    server.answers |= {"POST": [busy, begun, ended], "PUT": [busy, Answer()]}
+    server.answers["HEAD"] = [Answer()]
+
+    stream = scripted_store(server, scheme).stream("big")
+    for start in range(0, size_bytes, 1 << 20):
+        stream.write(bytes(min(1 << 20, size_bytes - start)))
+    stream.close()
+
+    large = size_bytes > 1000
+    assert sum(method == "POST" for method, *_ in server.requests) == (3 if large else 0)
+    assert sum(method == "PUT" for method, *_ in server.requests) >= 2
+
+
+def test_a_stream_to_a_server_that_stays_busy_fails_by_its_deadline(server, scheme):
+    server.answers |= {"PUT": [failure(503, "ServiceUnavailable")], "HEAD": [Answer()]}
+
+    stream = scripted_store(server, scheme, stream_retry_s=0.5).stream("a")
+    stream.write(b"x")
+    with pytest.raises(StoreUnavailable, match="stream a in") as caught:
+        stream.close()
+
+    assert not isinstance(caught.value, StoreTimeout)
 
 
 def test_a_short_body_without_an_error_is_caught_by_its_length(server, scheme):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.errors import AlreadyExists, StoreError, UnsafeStore
+from ftckpt.errors import AlreadyExists, StoreError, StoreFull, UnsafeStore
 from ftckpt.store import LocalStore, local
 from ftckpt.store.local import TEMPORARY_PREFIX
 
@@ -76,6 +76,23 @@ def test_a_body_that_fails_half_way_leaves_no_object_and_no_leftover(tmp_path, m
 
     assert files(tmp_path) == []
     store.create("packs/1", b"whole")
+
+
+def test_a_stream_that_cannot_be_made_durable_leaves_no_file_and_holds_none_open(tmp_path, monkeypatch):
+    stream = LocalStore(tmp_path).stream("a/big")
+    stream.write(bytes(5000))
+    held = len(list(Path("/proc/self/fd").iterdir()))
+
+    def fsync(_fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local.os, "fsync", fsync)
+    with pytest.raises(StoreFull):
+        stream.close()
+    monkeypatch.undo()
+
+    assert files(tmp_path) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == held - 1
 
 
 def test_leftovers_are_never_shown_and_their_names_are_no_keys(tmp_path):
