@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -34,6 +35,30 @@ def test_export_says_what_it_left_out_and_speaks_json(cli: Cli, made: Path, tmp_
 
     assert ran.code == 0 and ran.json["step"] == 3 and ran.json["tensors"] == 8
     assert ran.json["components"] == ["buffer", "model", "optim"]
+    assert set(ran.json) == {*("dest", "format", "step", "components", "tensors", "tensor_bytes", "left_out")}
+    assert ran.json["left_out"] == ["buffer (plain values)", "optim.param_groups (plain values)"]
+    told = cli("export", made, tmp_path / "b.safetensors", "--format", "safetensors").out
+    assert "  left out: buffer (plain values)\n" in told
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found"), [("fp16", torch.float16), ("fp32", torch.float32), ("fp64", torch.float64)]
+)
+def test_options_do_what_their_table_says(
+    cli: Cli, made: Path, tmp_path: Path, dtype: str, found: torch.dtype
+) -> None:
+    asked = ("--format", "hf", "--component", "model", "--dtype", dtype, "--shard-gb", "0.001", "--at-rest")
+
+    assert cli("export", made, tmp_path / "hf", *asked).code == 0
+    assert cli("export", made, tmp_path / "hf", *asked).code == 1
+    assert cli("export", made, tmp_path / "hf", *asked, "--overwrite").code == 0
+    back = cli("import", tmp_path / "hf", tmp_path / "run", "--format", "hf", "--component", "m", "--json")
+
+    assert load_file(tmp_path / "hf" / "model.safetensors")["weight"].dtype == found
+    assert set(back.json) == {"run", "format", "step", "components", "tensors", "tensor_bytes"}
+    assert (back.json["step"], back.json["components"]) == (0, {"m": "module"})
+    again = cli("export", tmp_path / "run", tmp_path / "dcp", "--format", "dcp")
+    assert again.code == 0 and again.out.startswith(f"{tmp_path / 'dcp'}: step 0 as dcp; 2 tensors")
 
 
 def test_errors_are_told_and_leave_everything_as_it_was(cli: Cli, made: Path, tmp_path: Path) -> None:

@@ -182,6 +182,34 @@ def test_a_part_of_a_component_that_the_state_given_lacks_is_told_as_that(tmp_pa
     assert state == {"values": {"epoch": 1}}
 
 
+class Counting:
+    def __init__(self, n: int = 0) -> None:
+        self.n = n
+
+    def state_dict(self) -> dict:
+        return {"n": self.n, "w": torch.full((2,), self.n)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.n = state["n"]
+
+
+def test_an_object_is_restored_whole_and_never_in_part(tmp_path):
+    save(tmp_path / "run", {"epoch": {"n": 5}, "counting": Counting(4)})
+    live = {"epoch": {"n": 1}, "counting": Counting()}
+
+    with pytest.raises(StateMismatch, match="counting: takes its state in one call"):
+        ftckpt.restore(tmp_path / "run", live, only=["counting.n"])
+    assert live["counting"].n == 0
+    ftckpt.restore(tmp_path / "run", live, only=["counting"])
+
+    assert (live["counting"].n, live["epoch"]) == (4, {"n": 1})
+
+
+def test_a_negative_index_of_an_array_does_not_count_from_the_end(saved):
+    with ftckpt.open(saved[0]) as run, pytest.raises(IndexError, match="OUT_OF_RANGE"):
+        run.array("actor.head.weight")[-1].read().result()
+
+
 # --- names -----------------------------------------------------------------------------------------
 
 
