@@ -125,7 +125,8 @@ def _tensor(
 ) -> tuple[Array, Extent]:
     entry = entry if isinstance(entry, dict) else {}
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or len(shape) > MAX_NDIM:
+    lengths = _naturals(shape) and _naturals(offsets) and len(offsets) == 2 and len(shape) <= MAX_NDIM
+    if not lengths or not isinstance(kind, str):
         raise _bad(files, name, f"what it says of {tensor} cannot be: {str(entry)[:100]}")
     if kind not in TORCH_NAMES:
         raise NotRepresentable(

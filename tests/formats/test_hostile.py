@@ -21,7 +21,7 @@ import zstandard
 import ftckpt
 from ftckpt import codec
 from ftckpt.errors import CorruptError, FtckptError, MembershipError, NotEnoughMemory, RestoreIncomplete
-from ftckpt.manifest import BoxRecord, ChunkRecord, Fragment, LeafRecord, PackRef, encode
+from ftckpt.manifest import BoxRecord, ChunkRecord, Fragment, LeafRecord, PackRef, decode, encode
 from ftckpt.memory import available_bytes, require_memory
 from ftckpt.restoring import restore_into
 from ftckpt.run import Run
@@ -67,6 +67,16 @@ def refusal(objects: Objects) -> FtckptError:
 
 def test_the_run_that_is_broken_here_is_whole(run):
     assert run_of.read_everything(run, lambda call: not targets.refused(call))
+
+
+def test_the_run_that_is_broken_here_has_a_tensor_of_several_chunks_with_reuse_and_a_delta(run):
+    _, commit = newest(run)
+    made = decode(Fragment, run[commit.fragments[0].key], commit.fragments[0].key)
+    (rewards,) = (leaf for leaf in made.leaves if leaf.name == "buffer.rewards")
+    packs = [made.packs[chunk.pack].key for chunk in rewards.boxes[0].chunks]
+
+    assert [chunk.codec == codec.DELTA for chunk in rewards.boxes[0].chunks] == [True, False, False]
+    assert [f"{commit.step:012d}" in key for key in packs] == [True, False, True]
 
 
 # --- objects in the wrong place -------------------------------------------------------------------

@@ -31,6 +31,8 @@ from tests.support.stores import Sim
 
 Objects = dict[str, bytes]
 STEP = 1
+CHUNK_BYTES = 4096
+"""The smallest chunk of which a base is kept."""
 
 
 class Live:
@@ -45,7 +47,12 @@ class Live:
             "actor": self.actor,
             "optim": self.optim,
             "cursor": self,
-            "buffer": {"rewards": torch.zeros(5), "marks": np.zeros(3), "log": [1, ("a", 2)], "n": None},
+            "buffer": {
+                "rewards": torch.randn(3 * CHUNK_BYTES // 4),
+                "marks": np.zeros(3),
+                "log": [1, ("a", 2)],
+                "n": None,
+            },
         }
 
     def state_dict(self) -> dict[str, object]:
@@ -58,6 +65,11 @@ class Live:
         self.actor(torch.ones(2, 4)).sum().backward()
         self.optim.step()
         self.optim.zero_grad()
+        buffer = self.state["buffer"]
+        assert isinstance(buffer, dict)
+        first, _, last = buffer["rewards"].chunk(3)
+        first[::100] += 1  # most of it stays, so that a delta is smallest
+        last.normal_()
 
     def bits(self) -> dict[str, str]:
         """Everything, so that equal means untouched. A string for each component."""
@@ -84,14 +96,22 @@ def memory_of(objects: Objects) -> Iterator[Sim]:
 
 
 def make_run(seed: int = 0) -> Objects:
-    """Steps 0 and 1 of one attempt, several chunks a tensor, reuse and a delta among them."""
+    """Steps 0 and 1 of one attempt. Of the three chunks of ``buffer.rewards`` the newest step has one as a delta,
+    one as it was, and one anew.
+    """
     import tempfile
     from pathlib import Path
 
     with tempfile.TemporaryDirectory() as name:
         live = Live(seed)
         folder = Path(name) / "run"
-        with Session(folder, live.state, save_every=1, keep=None, events=silent, chunk_bytes=256) as ckpt:
+        options: dict[str, Any] = {
+            "save_every": 1,
+            "keep": None,
+            "codec": "delta",
+            "chunk_bytes": CHUNK_BYTES,
+        }
+        with Session(folder, live.state, events=silent, **options) as ckpt:
             for _ in ckpt.steps(until=STEP):
                 live.train()
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]

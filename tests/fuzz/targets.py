@@ -10,7 +10,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -46,32 +45,9 @@ from ftckpt.store import open_store
 from ftckpt.store.keys import check_key
 from ftckpt.values import pack, unpack
 from tests.core.records import EVERY_KIND, FRAGMENT, PARENT, WRITER, chunk, fragment, leaf, seal
-from tests.fuzz import mutate, run_of
+from tests.fuzz import chunks, foreign, mutate, run_of
+from tests.fuzz.target import Target, refused
 from tests.support.stores import Sim
-
-Check = Callable[[bytes], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A decoder. ``seeds`` are inputs that it takes; ``craft`` makes an input with structure, from a seed."""
-
-    name: str
-    check: Check
-    seeds: Sequence[bytes]
-    craft: Callable[[Random], bytes]
-    most: int = 1 << 16
-    """The longest input that is tried."""
-
-
-def refused(call: Callable[[], object]) -> bool:
-    """Whether the call ended in one of our own errors. Others pass through."""
-    try:
-        call()
-    except FtckptError:
-        return True
-    return False
-
 
 # --- records --------------------------------------------------------------------------------------
 
@@ -167,7 +143,7 @@ def records() -> list[Target]:
     return [record_target(key, kinds) for key, kinds in seeds.items()]
 
 
-# --- values and frames ----------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def values() -> Target:
@@ -208,48 +184,6 @@ def values() -> Target:
         return mutate.bytes_of(seeds, draw)
 
     return Target("values", check, seeds, craft)
-
-
-def frames() -> Target:
-    """One byte of codec, two of raw size, then stored bytes; a delta builds on bytes made of the size."""
-
-    def check(data: bytes) -> bool:
-        if len(data) < 3:
-            return False
-        raw_bytes = int.from_bytes(data[1:3], "little")
-        base = (bytes(range(256)) * 256)[:raw_bytes]
-        try:
-            raw = codec.decode(data[3:], data[0], raw_bytes, base)
-        except CorruptError:
-            return False
-        assert len(raw) == raw_bytes
-        return True
-
-    seeds = []
-    for itemsize in (1, 2, 4):
-        for raw in (bytes(512), bytes(range(256)) * 2, b"abcd" * 100):
-            settings = codec.Codec("auto")
-            for number in codec.CODECS:
-                stored = _stored(raw, number, itemsize, settings)
-                seeds.append(bytes([number]) + len(raw).to_bytes(2, "little") + stored)
-    return Target("codec frames", check, seeds, lambda draw: mutate.bytes_of(seeds, draw))
-
-
-def _stored(raw: bytes, number: int, itemsize: int, _settings: object) -> bytes:
-    import zstandard
-
-    from ftckpt.codec import planes
-    from ftckpt.codec.frames import delta
-
-    match number:
-        case codec.RAW:
-            return raw
-        case codec.ZSTD:
-            return zstandard.compress(raw)
-        case codec.PLANES:
-            return bytes(planes.encode(raw, itemsize, 1))
-        case _:
-            return bytes(planes.encode(delta(raw, (bytes(range(256)) * 256)[: len(raw)]), itemsize, 1))
 
 
 # --- names and addresses --------------------------------------------------------------------------
@@ -474,11 +408,15 @@ def every_target() -> dict[str, Callable[[], Target]]:
     return {
         **made,
         "values": values,
-        "codec frames": frames,
+        "codec frames": chunks.frames,
+        "chains of deltas": chunks.chains,
         "keys": keys,
         "RUN@STEP and options": arguments,
         "addresses": addresses,
         "heal of a peer": heals,
         "notes of a tier": notes,
+        "what a step holds for DCP": foreign.contents,
+        "headers of safetensors": foreign.safetensors,
+        "metadata of DCP": foreign.torch_metadata,
         "runs, read and restored": runs,
     }
