@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import msgspec
@@ -30,6 +28,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ftckpt.address import from_anywhere
 from ftckpt.errors import FtckptError, RunNotFound, in_words
 from ftckpt.events import Event
 
@@ -42,8 +41,6 @@ PIPE_WIDTH = 200
 
 _STEP_DIGITS = 18
 """More is no step but a part of an address. Keys have 12."""
-
-_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 
 Address = Annotated[
     str,
@@ -59,6 +56,15 @@ StoreOptions = Annotated[
         metavar="KEY=VALUE",
         help="A setting of the store; wins over the AWS_* variables. May be repeated. Other users of the "
         "machine can read command lines: give secrets in the environment.",
+        show_default=False,
+    ),
+]
+ToOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--to-option",
+        metavar="KEY=VALUE",
+        help="A setting only of the store that is written; wins over --store-option. May be repeated.",
         show_default=False,
     ),
 ]
@@ -80,7 +86,7 @@ def locate(address: str) -> str:
             "  a variable in your shell may be unset",
             uri=address,
         )
-    return address if _SCHEME.match(address) else str(Path(address).absolute())
+    return from_anywhere(address)
 
 
 def split_step(text: str) -> tuple[str, int | None]:
@@ -89,11 +95,6 @@ def split_step(text: str) -> tuple[str, int | None]:
     if at and step.isascii() and step.isdecimal() and len(step) <= _STEP_DIGITS:
         return address, int(step)
     return (address, None) if at and step == "latest" else (text, None)
-
-
-def options_for(address: str, options: Mapping[str, object]) -> Mapping[str, object]:
-    """Options of a command with several addresses: a folder takes none of them."""
-    return options if _SCHEME.match(address) and not address.startswith("file:") else {}
 
 
 def parse_options(given: Sequence[str] | None) -> dict[str, object]:

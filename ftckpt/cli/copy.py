@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ftckpt.address import options_for
 from ftckpt.cli.common import (
     AsJson,
     OneWriter,
     StoreOptions,
+    ToOptions,
     bar,
     locate,
     opening,
-    options_for,
     parse_options,
     print_json,
     reporting,
@@ -45,15 +46,6 @@ AtRest = Annotated[
 Stream = Annotated[
     bool,
     typer.Option("--stream", help="Read and prove every byte, also where the store could copy it itself."),
-]
-ToOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--to-option",
-        metavar="KEY=VALUE",
-        help="A setting of DEST's store only; wins over --store-option. May be repeated.",
-        show_default=False,
-    ),
 ]
 
 

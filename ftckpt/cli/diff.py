@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ftckpt.address import options_for
 from ftckpt.cli.common import (
     AsJson,
     StoreOptions,
     bar,
     locate,
     opening,
-    options_for,
     parse_options,
     print_json,
     print_table,

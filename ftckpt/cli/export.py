@@ -10,6 +10,7 @@ import typer
 from ftckpt.cli.common import (
     AsJson,
     StoreOptions,
+    ToOptions,
     bar,
     locate,
     parse_options,
@@ -18,7 +19,7 @@ from ftckpt.cli.common import (
     size,
     tell_retry,
 )
-from ftckpt.cli.copy import AtRest, ToOptions
+from ftckpt.cli.copy import AtRest
 
 
 class Format(StrEnum):

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ftckpt.cli.common import AsJson, OneWriter, StoreOptions, reporting
-from ftckpt.cli.copy import AtRest, Dest, Source, Stream, ToOptions, moving, tell
+from ftckpt.cli.common import AsJson, OneWriter, StoreOptions, ToOptions, reporting
+from ftckpt.cli.copy import AtRest, Dest, Source, Stream, moving, tell
 
 
 def fork(

@@ -11,6 +11,7 @@ from ftckpt.cli.common import (
     AsJson,
     OneWriter,
     StoreOptions,
+    ToOptions,
     bar,
     locate,
     parse_options,
@@ -38,15 +39,6 @@ Run = Annotated[
     str,
     typer.Argument(
         metavar="RUN", help="Where the run is to be: an address that holds nothing.", show_default=False
-    ),
-]
-ToOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--to-option",
-        metavar="KEY=VALUE",
-        help="A setting of RUN's store only; wins over --store-option. May be repeated.",
-        show_default=False,
     ),
 ]
 

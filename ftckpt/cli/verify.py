@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ftckpt.address import options_for
 from ftckpt.cli.common import (
     Address,
     AsJson,
@@ -15,7 +16,6 @@ from ftckpt.cli.common import (
     bar,
     locate,
     opening,
-    options_for,
     parse_options,
     print_json,
     reading,

@@ -7,12 +7,11 @@ with one module a format.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from ftckpt.address import from_anywhere, options_for
 from ftckpt.errors import NotRepresentable, ObjectNotFound, SettingsError
 from ftckpt.events import Events, silent
 from ftckpt.store import Files, open_files, open_store
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 ExportFormat = Literal["hf", "safetensors", "dcp", "zarr"]
 ImportFormat = Literal["hf", "torch", "dcp", "orbax"]
-
-_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 
 __all__ = ["ExportFormat", "ImportFormat", "export_run", "import_run"]
 
@@ -72,14 +69,16 @@ def export_run(
             f"config and shard_bytes have no meaning for the format {format!r}; nothing was written"
         )
     with ExitStack() as stack:
-        store = open_store(run, options=_for(run, store_options), allow_unconditional=True, events=events)
+        store = open_store(
+            run, options=options_for(run, store_options), allow_unconditional=True, events=events
+        )
         stack.callback(store.close)
-        options = {**_for(dest, store_options), **(to_options or {})}
+        options = {**options_for(dest, store_options), **(to_options or {})}
         folder, name = (dest, "") if format != "safetensors" else _split(dest)
         files = _files(stack, folder, options, events)
         beside = None
         if config is not None:
-            beside = _files(stack, config, _for(config, store_options), events)
+            beside = _files(stack, config, options_for(config, store_options), events)
         sink = _sink(format, files, name, beside, shard_bytes)
         choice = Choice(step, component, dtype)
         return export(
@@ -114,8 +113,8 @@ def import_run(
 
     _known(format, get_args(ImportFormat))
     with ExitStack() as stack:
-        opened, origin = _source(stack, format, source, _for(source, store_options), events)
-        options = {**_for(run, store_options), **(to_options or {})}
+        opened, origin = _source(stack, format, source, options_for(source, store_options), events)
+        options = {**options_for(run, store_options), **(to_options or {})}
         store = open_store(run, options=options, allow_unconditional=allow_unconditional, events=events)
         stack.callback(store.close)
         return import_checkpoint(
@@ -191,16 +190,9 @@ def _files(
     return files
 
 
-def _for(address: str | os.PathLike[str], options: Mapping[str, object] | None) -> Mapping[str, object]:
-    """Options that go with an address: a folder takes none."""
-    text = os.fspath(address)
-    return dict(options or {}) if _SCHEME.match(text) and not text.startswith(("file:", "memory:")) else {}
-
-
 def _split(address: str | os.PathLike[str]) -> tuple[str, str]:
     """A file's folder and its name."""
-    text = os.fspath(address)
-    text = text if _SCHEME.match(text) else str(Path(text).absolute())
+    text = from_anywhere(address)
     folder, _, name = text.rpartition("/")
     if not name or not folder or folder.endswith((":", ":/")):
         raise NotRepresentable(f"NotRepresentable: {text} names no file in a folder\n  nothing was written")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from math import prod
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 import xxhash
 
+from ftckpt.address import split
 from ftckpt.boxes import span_boxes, whole
 from ftckpt.errors import ForeignDamaged, NotRepresentable
 from ftckpt.interop.api import Array
@@ -34,7 +34,6 @@ CACHE_BYTES = 64 << 20
 
 _SEQUENCE, _DICT = 1, 2
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": []}
-_SCHEME = re.compile(r"^([a-z0-9+]+)://(.*)$")
 
 
 class OrbaxSource:
@@ -210,10 +209,9 @@ def _listed(node: Any, lists: set[tuple[Any, ...]], path: tuple[Any, ...] = ()) 
 
 def _kvstore(uri: str, below: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """The address as TensorStore spells it. Credentials are TensorStore's own affair."""
-    match = _SCHEME.match(uri)
-    scheme, rest = match.groups() if match else ("file", uri)
+    scheme, rest = split(uri)
     path = f"{rest.rstrip('/')}/{below}"
-    if scheme == "file":
+    if scheme in ("", "file"):
         return {"driver": "file", "path": path}
     bucket, _, key = path.partition("/")
     if scheme == "gs":

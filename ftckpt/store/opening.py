@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import random
-import re
 from collections.abc import Callable, Mapping
 from urllib.parse import unquote, urlsplit
 
+from ftckpt.address import split
 from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.errors import SettingsError, UnsafeStore
@@ -24,7 +24,6 @@ from ftckpt.store.renewing import Opened, RenewingStore
 from ftckpt.store.retry import RetryStore
 from ftckpt.store.settings import HttpSettings, S3Settings, s3_settings
 
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _OURS = ("max_calls", "timeout_s", "connect_timeout_s")
 
 
@@ -119,23 +118,18 @@ def server_side(
     """How objects below one address are copied to another without their bytes passing through here;
     ``None`` where that cannot be: not one bucket, or no bucket at all. Takes the two keys.
     """
-    found = [_SCHEME.match(uri) for uri in (source, dest)]
-    schemes = {match.group(1).lower() for match in found if match is not None}
-    rests = [
-        uri[match.end() :] for uri, match in zip((source, dest), found, strict=True) if match is not None
-    ]
-    buckets = {rest.partition("/")[0] for rest in rests}
-    if None in found or len(schemes) > 1 or len(buckets) > 1 or not schemes <= {"s3", "gs", "az"}:
+    (scheme, here), (other, there) = split(source), split(dest)
+    bucket = here.partition("/")[0]
+    if scheme != other or scheme not in ("s3", "gs", "az") or bucket != there.partition("/")[0]:
         return None
     from ftckpt.store.objectstore import ObjectStorage
 
     rest = {name: value for name, value in (options or {}).items() if name not in _OURS}
     inside = os.environ if environ is None else environ
-    (scheme,), (bucket,) = schemes, buckets
     whole = _bucket(scheme, f"{scheme}://{bucket}", bucket, rest, HttpSettings(), inside)().store
     assert isinstance(whole, ObjectStorage)
-    here, there = (rest.partition("/")[2].strip("/") for rest in rests)
-    return lambda key, to: whole.copy(f"{here}/{key}".lstrip("/"), f"{there}/{to}".lstrip("/"))
+    below, beside = (place.partition("/")[2].strip("/") for place in (here, there))
+    return lambda key, to: whole.copy(f"{below}/{key}".lstrip("/"), f"{beside}/{to}".lstrip("/"))
 
 
 def _bare(
@@ -143,10 +137,10 @@ def _bare(
 ) -> StreamingStore:
     if not uri.strip():
         raise SettingsError("the address of the run is empty", uri=uri)
-    if (found := _SCHEME.match(uri)) is None:
+    scheme, rest = split(uri)
+    if not scheme:
         _no_options(options, "a folder")
         return LocalStore(uri)
-    scheme, rest = found.group(1).lower(), uri[found.end() :]
     if scheme == "file":
         _no_options(options, "a folder")
         host, slash, path = rest.partition("/")

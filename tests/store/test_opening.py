@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import uuid
+from pathlib import Path
 
 import pytest
 
+from ftckpt.address import from_anywhere, options_for, split
 from ftckpt.errors import SettingsError, UnsafeStore
 from ftckpt.store import open_store
 from ftckpt.store.settings import s3_settings
@@ -149,6 +151,26 @@ def test_an_endpoint_means_path_style_unless_said_otherwise():
     assert not s3_settings({"path_style": False}, endpoint).path_style
     assert not s3_settings({"virtual_hosted_style_request": True}, endpoint).path_style
     assert not s3_settings({}, endpoint | {"AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true"}).path_style
+
+
+@pytest.mark.parametrize(
+    ("address", "scheme", "rest", "takes_options"),
+    [
+        ("runs/a", "", "runs/a", False),
+        ("/data/a:b", "", "/data/a:b", False),
+        ("file:///data", "file", "/data", False),
+        ("memory://x", "memory", "x", False),
+        ("S3://bucket/x", "s3", "bucket/x", True),
+        ("fsspec+s3://bucket/x", "fsspec+s3", "bucket/x", True),
+        ("4s://x", "", "4s://x", False),
+    ],
+)
+def test_an_address_is_a_path_or_a_scheme_and_what_its_store_calls_a_place(
+    address, scheme, rest, takes_options
+):
+    assert split(address) == (scheme, rest)
+    assert from_anywhere(address) == (address if scheme else str(Path.cwd() / address))
+    assert options_for(address, {"region": "x"}) == ({"region": "x"} if takes_options else {})
 
 
 @pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
