@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ftckpt.births import let_go
 from ftckpt.capture import LiveLeaf, as_bytes_view
@@ -33,6 +34,21 @@ from ftckpt.sources import Rings, Source, Sources, pieces
 from ftckpt.store.api import Buffer
 
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The memory of a frozen leaf when it was registered. While it is equal, what it held is there still, as
+    far as memory tells and nothing was said to change it: then there is another ``era``. Keeps nothing alive;
+    a storage that is gone is equal to no later one.
+    """
+
+    era: int
+    storage: StorageWeakRef
+    start: int
+    size_bytes: int
+    address: int
+    version: int
 
 
 class Snapshot(Protocol):
@@ -57,7 +73,11 @@ class Snapshot(Protocol):
         ...
 
     def release(self, number: int) -> None:
-        """Task ``number`` is not read again; its memory may go."""
+        """Task ``number`` is not read again, or never; its memory may go."""
+        ...
+
+    def seen(self, number: int) -> Seen | None:
+        """What tells whether a later save need not read this chunk again; ``None``: it must be read."""
         ...
 
     def written(self, number: int, chunk: ChunkRecord) -> None:
@@ -226,6 +246,9 @@ class Staged:
     def release(self, number: int) -> None:
         self.chunks[number] = b""
 
+    def seen(self, number: int) -> None:
+        """Everything was copied already."""
+
     def written(self, number: int, chunk: ChunkRecord) -> None:
         """Of no interest: nobody finishes what this process does not."""
 
@@ -317,6 +340,7 @@ def _replica(leaf: LiveLeaf, parts: Iterable[Buffer]) -> ReplicaDigest:
 
 class _State(Enum):
     LIVE = "live"
+    FROZEN = "in live memory that nothing changes"
     READING = "being copied from live memory"
     STAGED = "staged"
     DONE = "read"
@@ -368,7 +392,9 @@ class Live:
         holders: int = 0,
         verify: bool = False,
         rings: Rings | None = None,
+        era: int = 0,
     ) -> None:
+        self._era = era
         self.holdings = tuple(leaf.holding for leaf in leaves)
         self.tasks = tuple(tasks)
         self._leaves = leaves
@@ -383,9 +409,10 @@ class Live:
         self._state: list[_State] = []
         self._chunks: dict[int, Bytes | Buffer] = {}
         copied: tuple[int, memoryview] = (-1, memoryview(b""))
+        self._trained = _trained(leaves)
         for number, task in enumerate(self.tasks):
             if self._streams(task.holding):
-                self._state.append(_State.LIVE)
+                self._state.append(_State.FROZEN if self._is_frozen(task.holding) else _State.LIVE)
                 continue
             if copied[0] != task.holding:
                 copied = (task.holding, host_bytes(leaves[task.holding].data))
@@ -397,11 +424,7 @@ class Live:
             n: _replica(leaves[n], [host_bytes(leaves[n].data)]) for n in self._shared if not self._streams(n)
         }
         self._first = (
-            {
-                n: xxhash.xxh3_128_digest(self._copy(n).data)
-                for n, s in enumerate(self._state)
-                if s is _State.LIVE
-            }
+            {n: xxhash.xxh3_128_digest(self._copy(n).data) for n, s in enumerate(self._state) if s in _UNREAD}
             if verify
             else {}
         )
@@ -423,6 +446,11 @@ class Live:
         self._sources[holding] = source
         self._memory[holding] = _Memory(data, storage, storage.nbytes(), storage.data_ptr(), data._version)  # noqa: SLF001
         return True
+
+    def _is_frozen(self, holding: int) -> bool:
+        """Whether a leaf is read later and nothing changes it meanwhile: not if an optimizer owns its memory."""
+        found = self._memory.get(holding) if self.holdings[holding].frozen else None
+        return found is not None and found.address not in self._trained
 
     def _copy(self, number: int, into: Bytes | None = None) -> Bytes:
         """Live bytes of a task, if its memory was what it had been both before and after the copy."""
@@ -454,7 +482,7 @@ class Live:
             if self._state[number] is _State.STAGED:
                 self._state[number] = _State.DONE
                 return _view(self._chunks[number])[: _size_bytes(self.holdings, self.tasks[number])]
-            assert self._state[number] is _State.LIVE, (number, self._state[number])
+            assert self._state[number] in _UNREAD, (number, self._state[number])
             self._state[number] = _State.READING
         try:
             copy = self._copy(number)
@@ -472,8 +500,18 @@ class Live:
             )
         return copy.data
 
+    def seen(self, number: int) -> Seen | None:
+        holding = self.tasks[number].holding
+        if self._first or not self._is_frozen(holding):  # who verifies trusts no memory
+            return None
+        found = self._memory[holding]
+        storage, start = StorageWeakRef(found.storage), found.data.data_ptr()
+        return Seen(self._era, storage, start, found.size_bytes, found.address, found.version)
+
     def release(self, number: int) -> None:
         with self._changed:
+            if self._state[number] in _UNREAD:
+                self._state[number] = _State.DONE
             block = self._chunks.pop(number, None)
             self._changed.notify_all()
         if isinstance(block, np.ndarray):
@@ -521,8 +559,9 @@ class Live:
                     self._changed.notify_all()
         return self.digests
 
-    def fence(self, deadline_s: float) -> Fence:
-        """Stage every chunk that still lives in live memory. On return that memory may change.
+    def fence(self, deadline_s: float, *, frozen_too: bool = True) -> Fence:
+        """Stage every chunk that still lives in live memory. On return that memory may change, that of
+        frozen leaves only ``frozen_too``.
 
         Beyond the pool's budget it waits for the store to take chunks off, up to ``deadline_s``;
         then it gives the snapshot up, so that training can go on.
@@ -530,7 +569,8 @@ class Live:
         begun_s = self._clock.now_s()
         with self._changed:
             self._fenced = True
-            todo = [n for n, state in enumerate(self._state) if state is _State.LIVE and n < len(self.tasks)]
+            unread = _UNREAD if frozen_too else (_State.LIVE,)
+            todo = [n for n, state in enumerate(self._state) if state in unread and n < len(self.tasks)]
         staged_bytes = 0
         for number in todo:
             staged_bytes += self._stage_one(number, begun_s + deadline_s)
@@ -543,7 +583,7 @@ class Live:
         block: Bytes | None = None
         while True:
             with self._changed:
-                if self._state[number] is not _State.LIVE or self._given_up:
+                if self._state[number] not in _UNREAD or self._given_up:
                     break
                 try:
                     block = self._pool.take(size)
@@ -599,6 +639,24 @@ class Live:
 
     @property
     def is_live(self) -> bool:
-        """Whether anything is still to be read from live memory."""
+        """Whether anything is still to be read from live memory that an optimizer changes."""
         with self._changed:
             return not self._given_up and _State.LIVE in self._state
+
+    @property
+    def reads_frozen(self) -> bool:
+        """Whether anything is still to be read from frozen leaves."""
+        with self._changed:
+            return not self._given_up and _State.FROZEN in self._state
+
+
+_UNREAD = (_State.LIVE, _State.FROZEN)
+
+
+def _trained(leaves: Sequence[LiveLeaf]) -> frozenset[int]:
+    """Where the memory is that optimizers change. What is called frozen and lies there is not."""
+    return frozenset(
+        leaf.data.untyped_storage().data_ptr()
+        for leaf in leaves
+        if leaf.lazy and isinstance(leaf.data, torch.Tensor)
+    )

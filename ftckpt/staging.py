@@ -37,7 +37,7 @@ from ftckpt.manifest import (
     encode,
 )
 from ftckpt.plan.assign import ChunkTask
-from ftckpt.snapshot import Bytes, Fence, Live, StagingPool
+from ftckpt.snapshot import Bytes, Fence, Live, Seen, StagingPool
 from ftckpt.store.api import Buffer, ObjectStore
 
 BATCH_BYTES = 4 << 20
@@ -150,6 +150,9 @@ class Kept:
     def release(self, number: int) -> None:
         """Not yet: its memory may go when its pack is durable."""
 
+    def seen(self, number: int) -> Seen | None:
+        return self._inner.seen(number)
+
     def replicas(self) -> tuple[ReplicaDigest, ...]:
         return self._inner.replicas()
 
@@ -177,9 +180,12 @@ class Kept:
         """Whether a fence has to do anything: copy what is live, or say what is where."""
         return not (self._noted or self._closed or self._hopeless or self._inner.given_up)
 
-    def fence(self, deadline_s: float) -> Fence:
+    reads_frozen = False
+    """A fence keeps that as well: its memory goes with the process."""
+
+    def fence(self, deadline_s: float, *, frozen_too: bool = True) -> Fence:
         """Stage what still lives in live memory, keep what is not durable, and leave the note. On return
-        memory may change and the process may die.
+        memory may change and the process may die, which needs ``frozen_too`` whatever it says.
 
         Beyond the pool's budget it waits like ``Live.fence``. If only the note cannot be made by the
         deadline, the save goes on without it, saying so.

@@ -57,7 +57,7 @@ from ftckpt.meter import STAGES, Meter, Stage
 from ftckpt.plan.assign import ChunkTask
 from ftckpt.plan.restore import Link, Saved, index_chunks
 from ftckpt.reader import read_fragments
-from ftckpt.snapshot import Snapshot
+from ftckpt.snapshot import Seen, Snapshot
 from ftckpt.store import PulseStore
 from ftckpt.store.api import Buffer, ObjectStore
 from ftckpt.workers import Workers
@@ -121,13 +121,14 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What one save leaves to the next: bases of deltas, how fast things were, and the digests of the
-    packs that the parent commit names.
+    """What one save leaves to the next: bases of deltas, how fast things were, the digests of the packs
+    that the parent commit names, and those of frozen chunks with the memory that was hashed.
     """
 
     bases: Bases
     rates: Rates
     packs: dict[str, bytes] = field(default_factory=dict)
+    frozen: dict[Key, tuple[Seen, bytes]] = field(default_factory=dict)
 
 
 Where = Literal["far", "local"]
@@ -693,7 +694,12 @@ def write_share(
     packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned, job, snapshot)
     chunks: dict[int, ChunkRecord] = {}
     with Workers(settings.encode_threads, "ftckpt-encode") as pool, packs:
-        for item in _encode_all(pool, snapshot, keys, known, settings, learned, job.meter, job.gate):
+        for number, saved in _unchanged(snapshot, keys, known, learned.frozen).items():
+            chunks[number] = _refer(saved, packs)
+            snapshot.written(number, chunks[number])
+            snapshot.release(number)
+        todo = [number for number in range(len(snapshot.tasks)) if number not in chunks]
+        for item in _encode_all(pool, snapshot, todo, keys, known, settings, learned, job.meter, job.gate):
             task = snapshot.tasks[item.number]
             if isinstance(item, _Known):
                 chunks[item.number] = _refer(item.saved, packs)
@@ -789,6 +795,17 @@ def _known(keys: Sequence[Key], reusable: Mapping[str, Sequence[Saved]]) -> dict
     return {number: spans[key] for number, key in enumerate(keys) if key in spans}
 
 
+def _unchanged(
+    snapshot: Snapshot,
+    keys: Sequence[Key],
+    known: Mapping[int, Saved],
+    frozen: Mapping[Key, tuple[Seen, bytes]],
+) -> dict[int, Saved]:
+    """The parent's chunks of frozen leaves that an earlier save hashed, in memory that is what it was."""
+    found = {number: saved for number, saved in known.items() if keys[number] in frozen}
+    return {n: saved for n, saved in found.items() if frozen[keys[n]] == (snapshot.seen(n), saved.chunk.raw)}
+
+
 def _key(saved: Saved) -> Key:
     box, chunk = saved.box, saved.chunk
     return saved.leaf, *box.offset, *box.extent, chunk.start, chunk.stop
@@ -828,6 +845,7 @@ def may_extend(chunk: ChunkRecord, max_chain: int) -> bool:
 def _encode_all(
     pool: Workers,
     snapshot: Snapshot,
+    todo: Sequence[int],
     keys: Sequence[Key],
     known: Mapping[int, Saved],
     settings: WriteSettings,
@@ -835,7 +853,7 @@ def _encode_all(
     meter: Meter,
     gate: Gate,
 ) -> Iterator[_Encoded | _Known]:
-    """Hash and encode every chunk, in task order; with several threads a few ahead of whoever consumes them."""
+    """Hash and encode the chunks of these tasks, in their order; with several threads a few ahead of whoever consumes them."""
     chosen, bases, rates = settings.codec, learned.bases, learned.rates
     pays = rates.pays if chosen.name == "auto" else always
     bases.aim(
@@ -855,6 +873,8 @@ def _encode_all(
     def encoded(number: int, body: Buffer) -> _Encoded | _Known:
         raw = xxhash.xxh3_128_digest(body)
         key, saved = keys[number], known.get(number)
+        if (seen := snapshot.seen(number)) is not None:
+            learned.frozen[key] = (seen, raw)
         if saved is not None and saved.chunk.raw == raw:
             bases.unchanged(key, raw, body)
             return _Known(number, saved)
@@ -872,11 +892,11 @@ def _encode_all(
         return _Encoded(number, raw, stored, done.codec, done.body, built_on, kept)
 
     if settings.encode_threads == 1:  # on this thread: a chunk stays in one core's cache until it is packed
-        for numbers in _batches(snapshot):
+        for numbers in _batches(snapshot, todo):
             yield from work(numbers)
         return
     ahead: deque[Future[list[_Encoded | _Known]]] = deque()
-    for numbers in _batches(snapshot):
+    for numbers in _batches(snapshot, todo):
         ahead.append(pool.submit(work, numbers))
         if len(ahead) > 2 * settings.encode_threads:
             yield from pool.result(ahead.popleft())
@@ -884,13 +904,14 @@ def _encode_all(
         yield from pool.result(future)
 
 
-def _batches(snapshot: Snapshot) -> Iterator[list[int]]:
-    """The tasks that have bytes, in order; small ones by the hundred, because handing one over to a
+def _batches(snapshot: Snapshot, todo: Sequence[int]) -> Iterator[list[int]]:
+    """Those of the tasks that have bytes, in order; small ones by the hundred, because handing one over to a
     thread takes longer than encoding it.
     """
     batch: list[int] = []
     size_bytes = 0
-    for number, task in enumerate(snapshot.tasks):
+    for number in todo:
+        task = snapshot.tasks[number]
         if task.start == task.stop:
             continue
         batch.append(number)

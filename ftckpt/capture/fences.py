@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ftckpt.capture.marks import is_frozen, unmarked
 from ftckpt.capture.parts import local_of
 
-Told = Callable[[str], None]
+
+class BeforeChange(Protocol):
+    """Hears ``what`` is about to change captured memory, and whether that of frozen components."""
+
+    def __call__(self, what: str, *, frozen_too: bool) -> None: ...
 
 
 class Fences:
@@ -32,7 +36,9 @@ class Fences:
     gradient, and a learning rate that is not zero. Frozen components are not counted.
     """
 
-    def __init__(self, state: Mapping[str, object], before_change: Told, foreign: Told) -> None:
+    def __init__(
+        self, state: Mapping[str, object], before_change: BeforeChange, foreign: Callable[[str], None]
+    ) -> None:
         self._before_change = before_change
         self._foreign = foreign
         self._own: dict[int, str] = {}
@@ -54,7 +60,7 @@ class Fences:
 
     def _watch(self, name: str, value: object, *, learns: bool) -> None:
         def loading(*_args: object) -> None:
-            self._before_change(f"{name}.load_state_dict")
+            self._before_change(f"{name}.load_state_dict", frozen_too=True)
 
         if isinstance(value, torch.nn.Module):
             self._memory.update(_addresses(value.parameters()))
@@ -73,8 +79,8 @@ class Fences:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
         self._count(optimizer, has_closure=closure is not None)
         kind = type(optimizer).__name__
-        if id(optimizer) in self._own:
-            self._before_change(f"{kind}.step")
+        if id(optimizer) in self._own:  # what it owns cannot be frozen
+            self._before_change(f"{kind}.step", frozen_too=False)
             return
         known = self._verdicts.get(id(optimizer))
         if known is None or known[0] is not optimizer:
@@ -84,7 +90,7 @@ class Fences:
             if touches:
                 self._foreign(f"{kind}.step")
         if known[1]:
-            self._before_change(f"{kind}.step")
+            self._before_change(f"{kind}.step", frozen_too=True)
 
     def _count(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Note which components this step means to change. A closure computes gradients later."""

@@ -23,7 +23,9 @@ class Reshards(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Frozen(Generic[T]):
-    """State that never changes after the first save: stored once per run, never copied again.
+    """State that never changes after the first save: stored once per run, read once per process. What changes
+    it all the same shows where memory tells, by ``load_state_dict``, and inside ``Session.mutating()``; a write
+    through ``.data`` does not.
 
     Stands around a component or anything inside one. A restore sets ``value`` when it has to
     replace an object that cannot be changed in place.

@@ -264,6 +264,9 @@ class _Content:
         self._done_bytes += (task.stop - task.start) * itemsize
         self._progress(self._done_bytes, self._total_bytes)
 
+    def seen(self, number: int) -> None:
+        """Nothing is known of its memory."""
+
     def written(self, number: int, chunk: ChunkRecord) -> None:
         pass
 

@@ -562,10 +562,10 @@ class Session:
         with self._inside().yielding(deadline_s):
             yield
 
-    def _before_change(self, what: str) -> None:
+    def _before_change(self, what: str, *, frozen_too: bool = True) -> None:
         """The fence, on the thread that is about to change captured memory."""
         if self._entered is not None:
-            self._entered.fence(what)
+            self._entered.fence(what, frozen_too=frozen_too)
 
     def _exactness(self, groups: int) -> tuple[Guarantee, tuple[str, ...]]:
         at = self._at

@@ -60,6 +60,8 @@ class Inside:
     tiered: Tiered | None = None
     rings: Rings = field(default_factory=Rings)
     live: list[_Streaming] = field(default_factory=list)
+    era: int = 0
+    """How often frozen memory may have changed."""
     saving: threading.Lock = field(default_factory=threading.Lock)
     fences: Fences | None = None
     gate: Gate = field(default_factory=Gate)
@@ -89,11 +91,12 @@ class Inside:
             holders=holders,
             verify=settings.verify_snapshot,
             rings=self.rings,
+            era=self.era,
         )
         kept = live if self.tiered is None else self.tiered.keep(live, job, self.pool)
         if settings.stage == "eager":
             kept.fence(settings.fence_deadline_s)
-        streaming = [other for other in self.live if other.snapshot.is_live]
+        streaming = [one for one in self.live if one.snapshot.is_live or one.snapshot.reads_frozen]
         self.live = [*streaming, _Streaming(job.expected.at.step, kept, job.meter)]
         return kept
 
@@ -121,11 +124,12 @@ class Inside:
         """How often optimizers updated each component so far."""
         return dict(self.fences.updates) if self.fences is not None else {}
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: str, *, frozen_too: bool) -> None:
         """On the thread that is about to change captured memory: stage what is still to be read of it."""
+        self.era += frozen_too
         for save in self.live:
-            if save.snapshot.is_live:
-                done = save.snapshot.fence(self.settings.fence_deadline_s)
+            if save.snapshot.is_live or (frozen_too and save.snapshot.reads_frozen):
+                done = save.snapshot.fence(self.settings.fence_deadline_s, frozen_too=frozen_too)
                 save.meter.add("fence", done.seconds, done.staged_bytes)
                 took = {"staged_bytes": done.staged_bytes, "seconds": round(done.seconds, 4)}
                 self.events(Event("save.fence", {"step": save.step, "what": what, **took}))

@@ -136,7 +136,7 @@ def test_what_an_optimizer_changes_after_save_is_committed_as_it_was(tmp_path: P
 
 def test_without_fences_the_same_test_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: with the fence switched off the commit holds later values."""
-    monkeypatch.setattr(core.Session, "_before_change", lambda _self, _what: None)
+    monkeypatch.setattr(core.Session, "_before_change", lambda _self, _what, **_: None)
     job = Job(tmp_path / "run", "adamw-fused")
 
     with held_save(job) as handle:

@@ -39,14 +39,22 @@ CHUNK_BYTES = 4096
 
 
 class Job:
-    """A model with a buffer, its optimizer and plain values: what is streamed, copied and packed."""
+    """A model with a buffer, its optimizer, a frozen model and plain values: what is streamed, referred to,
+    copied and packed.
+    """
 
     def __init__(self, seed: int = 0, width: int = 64) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(16, width), nn.BatchNorm1d(width), nn.Linear(width, width))
         self.optim = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.reference = nn.Linear(width, width)
         self.plain = {"seen": [0]}
-        self.state: dict[str, object] = {"actor": self.model, "optim": self.optim, "plain": self.plain}
+        self.state: dict[str, object] = {
+            "actor": self.model,
+            "optim": self.optim,
+            "reference": ftckpt.Frozen(self.reference),
+            "plain": self.plain,
+        }
 
     def train(self) -> None:
         self.optim.zero_grad()
@@ -56,8 +64,9 @@ class Job:
 
     def digest(self) -> str:
         found = xxhash.xxh3_128()
-        for name, value in sorted(self.model.state_dict().items()):
-            found.update(name.encode() + value.numpy().tobytes())
+        for model in (self.model, self.reference):
+            for name, value in sorted(model.state_dict().items()):
+                found.update(name.encode() + value.numpy().tobytes())
         for parameter in self.model.parameters():
             for name, value in sorted(self.optim.state[parameter].items()):
                 found.update(name.encode() + value.numpy().tobytes())

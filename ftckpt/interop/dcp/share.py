@@ -60,6 +60,9 @@ class Share:
         if not self._left[holding]:
             self._views.pop(holding, None)
 
+    def seen(self, number: int) -> None:
+        """Nothing is known of its memory."""
+
     def written(self, number: int, chunk: ChunkRecord) -> None:
         """Of no interest: nobody finishes what this process does not."""
 
