@@ -16,7 +16,7 @@ from ftckpt.reader import ReadSettings
 from ftckpt.retention import Keep
 from ftckpt.session.settings import Settings
 from ftckpt.store import open_store
-from ftckpt.writer import WriteSettings
+from ftckpt.writer import WriteSettings, fitted
 
 VALUES = [0, 1, 65, 10**6, -1, "5", None, True, 1.5, math.nan, math.inf, 10**30]
 
@@ -130,3 +130,17 @@ def test_no_number_of_a_session_is_left_out():
     """A new numeric setting must say here what it means."""
     taken = {name for name, kind in Settings.__annotations__.items() if "int" in kind or "float" in kind}
     assert taken - {"save_every"} <= SESSION.keys()
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 4, 8, 16, 192, 1024])
+def test_a_save_fits_its_threads_and_packs_to_the_cores_it_may_use(cores):
+    """On few a core is left to the trainer and packs never grow; with many, more is encoded and put at once."""
+    found, plain = fitted(WriteSettings(), cores), WriteSettings()
+
+    assert 1 <= found.encode_threads <= max(1, cores // 2)
+    assert 3 <= found.packs_in_flight <= 16
+    assert found.codec == plain.codec and found.patience == plain.patience
+    memory_bytes = (found.packs_in_flight + 2) * found.max_pack_bytes
+    assert memory_bytes == 80 << 20 if cores < 4 else found.max_pack_bytes == plain.max_pack_bytes
+    more = fitted(WriteSettings(), 2 * cores)
+    assert (more.encode_threads, more.packs_in_flight) >= (found.encode_threads, found.packs_in_flight)
