@@ -442,6 +442,10 @@ def load_loader(saved: int, world: int) -> None:
     dist.all_gather_object(everybodys, mine.ids.tolist())
     all_ids = [one for rank in range(saved) for one in range(100 * rank, 100 * rank + 5 + rank)]
     assert sorted(itertools.chain(*everybodys)) == all_ids, everybodys
+    if saved == 2:  # what was dealt out is each rank's own from now on
+        save(f"loader2to{world}", loader_state(mine, "error"), world)
+        restored(f"loader2to{world}", loader_state(own := Loader(), "error"), world)
+        assert own.ids.tolist() == mine.ids.tolist() and own.epoch == 3
     if RANK == 0:
         print(f"ok G6 {saved} to {world}", flush=True)
 
