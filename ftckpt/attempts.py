@@ -330,7 +330,7 @@ def check_fence(store: ObjectStore, attempt: int) -> None:
         raise SaveFailed(
             f"SaveFailed: the claim of attempt {attempt} is gone from {store.uri}: somebody emptied or replaced it\n"
             "  what is saved there now belongs to no run and could not be resumed; training may go on\n"
-            "  restore what was deleted, or start a new run at another address",
+            "  restore what was deleted; a tier is made anew when the job starts again, a run needs another address",
             attempt=attempt,
         )
 

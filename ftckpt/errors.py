@@ -38,6 +38,7 @@
     │   └── DestinationTaken (FileExistsError)
     ├── SaveError (RuntimeError)        a step did not become readable; training may go on
     │   ├── SaveFailed
+    │   │   └── PacksGone                           what earlier steps wrote is no longer there
     │   ├── SaveAborted
     │   ├── Diverged
     │   └── TooManyFailedSaves
@@ -225,6 +226,10 @@ class SaveError(FtckptError, RuntimeError):
 
 class SaveFailed(SaveError):
     """This process could not write its share."""
+
+
+class PacksGone(SaveFailed):
+    """Packs that earlier steps wrote, and this one refers to, are absent or shorter. Fact: ``packs``, their keys."""
 
 
 class SaveAborted(SaveError):

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -32,7 +32,18 @@ from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Bases, Candidate, Codec, Rates, always
 from ftckpt.colocation import Gate
 from ftckpt.commit import Expected, Patience, abort, check_settled, failure, put_fragment, read_commit, settle
-from ftckpt.errors import AlreadyExists, Diverged, Fenced, FtckptError, SaveFailed, StoreError, first_line
+from ftckpt.errors import (
+    AlreadyExists,
+    Diverged,
+    Fenced,
+    FtckptError,
+    ObjectNotFound,
+    PacksGone,
+    SaveFailed,
+    StoreError,
+    StoreGone,
+    first_line,
+)
 from ftckpt.events import Event, Events, silent
 from ftckpt.freshness import Stale, find_stale
 from ftckpt.layout import Writer
@@ -68,7 +79,8 @@ class WriteSettings:
     """Bounds of a save. Packs are ``pack_bytes`` each, more for large shares, at most
     ``max_pack_bytes``; memory beyond the snapshot is about ``packs_in_flight`` + 2 packs, and the
     codec's budget for bases. While ``backlog`` saves are under way the next one is waited for, but
-    not on a store that was silent for ``stall_s``.
+    not on a store that was silent for ``stall_s``. Packs of earlier steps that a save refers to are looked
+    for in the store, if nobody has for ``look_again_s``.
     """
 
     codec: Codec = Codec()
@@ -79,13 +91,15 @@ class WriteSettings:
     patience: Patience = Patience()
     backlog: int = 2
     stall_s: float = 15.0
+    look_again_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("pack_bytes", "max_pack_bytes"):
             require_number(name, getattr(self, name), low=1, high=1 << 40, whole=True)
         for name in ("packs_in_flight", "encode_threads", "backlog"):
             require_number(name, getattr(self, name), low=1, high=1024, whole=True)
-        require_number("stall_s", self.stall_s, low=SHORTEST_S, high=DAY_S)
+        for name in ("stall_s", "look_again_s"):
+            require_number(name, getattr(self, name), low=SHORTEST_S, high=DAY_S)
 
 
 def fitted(settings: WriteSettings, cores: int) -> WriteSettings:
@@ -122,13 +136,16 @@ class SaveJob:
 @dataclass(frozen=True, slots=True)
 class Learned:
     """What one save leaves to the next: bases of deltas, how fast things were, the digests of the packs
-    that the parent commit names, and those of frozen chunks with the memory that was hashed.
+    that the parent commit names, those of frozen chunks with the memory that was hashed, and which packs
+    are known to be there.
     """
 
     bases: Bases
     rates: Rates
     packs: dict[str, bytes] = field(default_factory=dict)
     frozen: dict[Key, tuple[Seen, bytes]] = field(default_factory=dict)
+    seen_s: dict[str, float] = field(default_factory=dict)
+    """When a pack was last known to be in the store."""
 
 
 Where = Literal["far", "local"]
@@ -178,7 +195,10 @@ NOWHERE = NoJournal()
 class SaveHandle:
     """One save on its way. ``wait`` returns the commit or raises what became of it."""
 
-    def __init__(self, step: int, durable: Durable = at_once) -> None:
+    def __init__(
+        self, step: int, durable: Durable = at_once, look: Callable[[], None] = lambda: None
+    ) -> None:
+        """``look``: see whether the store has been silent for too long; called while somebody waits."""
         self.step = step
         self.heard = False
         """Whether ``wait`` already told of its failure."""
@@ -186,6 +206,7 @@ class SaveHandle:
         """Once it is done: components that were trained and yet are those of the commit before."""
         self._future: Future[Commit] = Future()
         self._durable = durable
+        self._look = look
 
     @property
     def done(self) -> bool:
@@ -216,17 +237,15 @@ class SaveHandle:
         return self._durable(commit, left_s)
 
     def _wait_here(self, timeout_s: float | None) -> Commit:
-        try:
-            return self._future.result(timeout_s)
-        except TimeoutError:
-            if self._future.done():
-                raise
-            raise TimeoutError(
-                f"the save of step {self.step} has not ended after {timeout_s} s; it goes on in the background"
-            ) from None
-        except BaseException:
-            self.heard = self._future.done()
-            raise
+        end_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+        while not wait([self._future], max(0.0, min(LOOK_EVERY_S, end_s - time.monotonic()))).done:
+            if time.monotonic() >= end_s:
+                raise TimeoutError(
+                    f"the save of step {self.step} has not ended after {timeout_s} s; it goes on in the background"
+                )
+            self._look()
+        self.heard = self._future.exception() is not None
+        return self._future.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,29 +340,52 @@ class SaveEngine:
         """Saves submitted and not ended."""
         return len(self._jobs)
 
-    def submit(self, job: SaveJob) -> SaveHandle:
+    def submit(self, job: SaveJob, *, last: bool = False) -> SaveHandle:
         """Hand over a save; returns at once while fewer than ``backlog`` are under way.
 
         Otherwise the store is slower than the saves come: waits until one has ended, but no longer than
         the deadline, and not on a store that has gone silent: training goes on without it. The new save
-        is then given up for all participants.
+        is then given up for all participants; its handle has failed on return. ``last``: no training
+        follows that could go on meanwhile, so a silent store is waited for, up to the deadline.
         """
-        handle = SaveHandle(job.expected.at.step, self._durable)
+        handle = SaveHandle(job.expected.at.step, self._durable, self._tell_of_silence)
         limit, deadline_s = self._settings.backlog, self._settings.patience.deadline_s
         with self._changed:
             if len(self._jobs) >= limit:
                 self._events(Event("save.waiting", {"step": handle.step, "under_way": len(self._jobs)}))
             end_s = time.monotonic() + deadline_s
-            while len(self._jobs) >= limit and time.monotonic() < end_s and not self._stalled:
+            patience_s = deadline_s if last else min(deadline_s, self._settings.stall_s)
+            while len(self._jobs) >= limit and time.monotonic() < end_s and self._silent_s <= patience_s:
                 self._changed.wait(min(deadline_s, LOOK_EVERY_S))
-            if len(self._jobs) >= limit:
+            given_up = len(self._jobs) >= limit
+            if given_up:
                 job = self._given_up(job)
             self._jobs.append((job, handle))
             self._changed.notify_all()
+        if given_up:
+            self._failed(job, handle, _failed(job.expected.at, SaveFailed(job.trouble)), ended=False)
         return handle
 
+    def _tell_of_silence(self) -> None:
+        """A store that answered nothing for as long as a save may take has failed those that are that old,
+        though a call may hang and this engine's thread with it. When it comes back they are given up for all.
+        """
+        silent_s, deadline_s = self._hanging_s, self._settings.patience.deadline_s
+        if silent_s <= deadline_s:
+            return
+        for job, handle in tuple(self._jobs):
+            if not handle.done and job.meter.age_s > deadline_s:
+                gone = StoreGone(
+                    f"the store has not answered for {silent_s:.1f} s (deadline {deadline_s:g} s)\n"
+                    "  a call to it may hang; it is taken up again when that returns",
+                    uri=self._ledger.uri,
+                    silent_s=silent_s,
+                )
+                self._failed(job, handle, _failed(job.expected.at, gone), ended=False)
+
     def _given_up(self, job: SaveJob) -> SaveJob:
-        silent = f"; the store has been silent for {self._silent_s:.0f} s" if self._stalled else ""
+        stalled = self._silent_s > self._settings.stall_s
+        silent = f"; the store has been silent for {self._silent_s:.0f} s" if stalled else ""
         trouble = f"{len(self._jobs)} earlier saves have not ended{silent}"
         self._events(Event("save.stalled", {"step": job.expected.at.step, "why": trouble}))
         job.meter.fail("queued")
@@ -352,12 +394,17 @@ class SaveEngine:
         return replace(job, snapshot=None, trouble=trouble)
 
     @property
-    def _stalled(self) -> bool:
-        return self._silent_s > self._settings.stall_s
+    def stalled(self) -> bool:
+        """Whether a save that begins now would be given up, because the store is silent."""
+        return len(self._jobs) >= self._settings.backlog and self._silent_s > self._settings.stall_s
 
     @property
     def _silent_s(self) -> float:
         return max(self._store.silent_s, self._ledger.silent_s)
+
+    @property
+    def _hanging_s(self) -> float:
+        return max(self._store.hanging_s, self._ledger.hanging_s)
 
     def lose(self, incarnations: frozenset[str]) -> None:
         """These writers are dead: shares of theirs that are missing will not come."""
@@ -374,6 +421,7 @@ class SaveEngine:
 
     def outcome(self) -> Outcome:
         """What became of the saves since the last call; failures and times are handed out once."""
+        self._tell_of_silence()
         with self._changed:
             now = replace(self._outcome)
             self._outcome.failures, self._outcome.durable_s, self._outcome.stale = [], [], []
@@ -388,12 +436,17 @@ class SaveEngine:
         if self._thread is None:
             return
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = self._settings.patience.deadline_s
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         while (thread := self._thread) is not None:  # a thread that died is followed by another
-            thread.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
-            if thread.is_alive():
+            left_s = LOOK_EVERY_S if end_s is None else end_s - time.monotonic()
+            thread.join(max(0.0, min(LOOK_EVERY_S, left_s)))
+            self._tell_of_silence()
+            jobs = tuple(self._jobs)
+            hangs = bool(jobs) and self._hanging_s > deadline_s and all(handle.done for _, handle in jobs)
+            if thread.is_alive() and (left_s <= 0 or hangs):
                 raise TimeoutError(f"a save is still being written after {timeout_s} s")
 
     def _live(self) -> None:
@@ -413,6 +466,9 @@ class SaveEngine:
         while (item := self._next()) is not None:
             self._current = job, handle = item
             try:
+                if handle.error is not None and job.snapshot is not None:  # it was told to have failed
+                    job.snapshot.close()
+                    job = replace(job, snapshot=None, trouble=first_line(handle.error))
                 try:
                     commit, handle.stale = self._save(job)
                 finally:
@@ -430,16 +486,25 @@ class SaveEngine:
             self._changed.wait_for(lambda: self._jobs or self._closing)
             return self._jobs[0] if self._jobs else None
 
-    def _failed(self, job: SaveJob, handle: SaveHandle, error: BaseException) -> None:
+    def _failed(self, job: SaveJob, handle: SaveHandle, error: BaseException, *, ended: bool = True) -> None:
         failure = Failure(handle.step, job.meter.failed_in or "settle", error)
-        if self._ended(handle, failure):
+        if self._ended(handle, failure, ended=ended):
             told = {"step": handle.step, "stage": failure.stage, "total_s": job.meter.age_s}
             self._events(Event("save.failed", {**told, "error": first_line(error)[:500]}))
 
-    def _ended(self, handle: SaveHandle, became: Commit | Failure, age_s: float = 0.0) -> bool:
-        """Tell everybody once what became of a save; false when they were told before."""
+    def _ended(
+        self, handle: SaveHandle, became: Commit | Failure, age_s: float = 0.0, *, ended: bool = True
+    ) -> bool:
+        """Tell everybody once what became of a save; false when they were told before. ``ended``: it is no
+        longer under way either.
+        """
         with self._changed:
+            if ended and self._jobs and self._jobs[0][1] is handle:
+                self._jobs.popleft()
+                self._changed.notify_all()
             if handle.done:
+                if not isinstance(became, Failure):  # told to have failed, and there it is
+                    self._outcome.last = became
                 return False
             if isinstance(became, Failure):
                 fenced = became.error if isinstance(became.error, Fenced) else None
@@ -453,8 +518,6 @@ class SaveEngine:
                 self._outcome.stale.extend(handle.stale)
                 self._outcome.failed_in_row = 0
                 handle._future.set_result(became)  # noqa: SLF001
-            self._jobs.popleft()
-            self._changed.notify_all()
             return True
 
     def _save(self, job: SaveJob) -> tuple[Commit, tuple[Stale, ...]]:
@@ -542,6 +605,8 @@ class SaveEngine:
                 put_fragment(self._store, fragment, self._me)
             return fragment, None
         except Exception as error:
+            if isinstance(error, PacksGone):
+                self._index, self._own = {}, None
             fragment = failure(expected, self._me, first_line(error))
             try:
                 put_fragment(self._store, fragment, self._me)
@@ -691,7 +756,7 @@ def write_share(
     share = {"bytes": share_bytes, "chunks": len(snapshot.tasks)}
     events(Event("save.begun", {"step": expected.at.step, **began, **share}))
     pack_bytes = max(settings.pack_bytes, min(settings.max_pack_bytes, share_bytes // 64))
-    packs = _Packs(store, expected.at, me, pack_bytes, settings.packs_in_flight, learned, job, snapshot)
+    packs = _Packs(store, expected.at, me, pack_bytes, settings, learned, job, snapshot)
     chunks: dict[int, ChunkRecord] = {}
     with Workers(settings.encode_threads, "ftckpt-encode") as pool, packs:
         for number, saved in _unchanged(snapshot, keys, known, learned.frozen).items():
@@ -968,7 +1033,7 @@ class _Packs:
         at: Position,
         me: Writer,
         pack_bytes: int,
-        in_flight: int,
+        settings: WriteSettings,
         learned: Learned,
         job: SaveJob,
         snapshot: Snapshot,
@@ -976,10 +1041,10 @@ class _Packs:
         self._store, self._at, self._me = store, at, me
         self._meter, self._gate = job.meter, job.gate
         self._snapshot = snapshot
-        self._rates, self._digests = learned.rates, learned.packs
-        self._pack_bytes = pack_bytes
-        self._pool = Workers(in_flight, "ftckpt-put")
-        self._slots = threading.BoundedSemaphore(in_flight)
+        self._rates, self._digests, self._seen_s = learned.rates, learned.packs, learned.seen_s
+        self._pack_bytes, self._look_again_s = pack_bytes, settings.look_again_s
+        self._pool = Workers(settings.packs_in_flight, "ftckpt-put")
+        self._slots = threading.BoundedSemaphore(settings.packs_in_flight)
         self.referred = 0
         """Packs of earlier steps that were referred to."""
         self._refs: list[PackRef] = []
@@ -1040,7 +1105,34 @@ class _Packs:
             self._flush(base)
         for put in self._puts:
             self._pool.result(put)
+        self._look_for_earlier()
         return tuple(self._refs)
+
+    def _look_for_earlier(self) -> None:
+        """Packs of earlier steps are there, as far as nobody asked lately: somebody may have deleted them."""
+        now_s = time.monotonic()
+        asked = [
+            ref
+            for ref in self._refs
+            if now_s - self._seen_s.get(ref.key, -self._look_again_s) >= self._look_again_s
+        ]
+        looks = [self._pool.submit(self._is_there, ref) for ref in asked]
+        gone = [ref.key for ref, look_ in zip(asked, looks, strict=True) if not self._pool.result(look_)]
+        if gone:
+            raise PacksGone(
+                f"PacksGone: {len(gone)} packs of earlier steps, {gone[0]} first, are no longer in {self._store.uri}, "
+                "or not whole\n"
+                "  nothing was committed; the next save refers to nothing and writes everything\n"
+                "  earlier steps may be damaged: `ftckpt verify` says which; look for what deletes objects there",
+                packs=tuple(gone),
+            )
+        self._seen_s.update((ref.key, now_s) for ref in asked)
+
+    def _is_there(self, ref: PackRef) -> bool:
+        try:
+            return self._store.size(ref.key) == ref.size
+        except ObjectNotFound:
+            return False
 
     def _flush(self, base: bool) -> None:
         pack = self._open.pop(base)
@@ -1060,6 +1152,7 @@ class _Packs:
                 self._gate.wait()
             with self._meter.spent("put", pack.size), self._rates.putting(pack.size):
                 put_pack(self._store, key, pack.memory[: pack.size].data)
+            self._seen_s[key] = time.monotonic()
             self._snapshot.durable(pack.number, self._refs[pack.number])
             if pack.memory.size == self._pack_bytes:
                 self._free.append(pack.memory)

@@ -251,7 +251,7 @@ class Session:
             if passed:
                 self._finish(self.finished_step if self._group else step)
                 self._look_once()
-            if self._boundary():
+            if self._boundary(last=self.finished_step >= until):
                 break
         self._save_last()
 
@@ -294,24 +294,28 @@ class Session:
             UnsupportedValue: something in the state cannot be saved faithfully; it is named.
             SaveFailed: this step was saved already.
         """
+        return self._save_here(step, last=False)
+
+    def _save_here(self, step: int | None, *, last: bool) -> SaveHandle:
+        """``last``: no training follows; the save waits for those before it, where another is given up."""
         inside = self._inside()
         with inside.saving:
-            return self._save(inside, step)
+            return self._save(inside, step, last=last)
 
-    def _save(self, inside: Inside, step: int | None) -> SaveHandle:
+    def _save(self, inside: Inside, step: int | None, *, last: bool) -> SaveHandle:
         step = self.finished_step if step is None else step
         if not is_step(step):
             raise SettingsError(
                 f"SettingsError: step {step!r} cannot be saved; a step is a whole number from 0 to {MAX_STEP}",
                 step=step,
             )
-        last = self._at.saved
-        if last is not None and step <= last:
+        saved = self._at.saved
+        if saved is not None and step <= saved:
             raise SaveFailed(
-                f"SaveFailed: step {step} cannot be saved after step {last}\n"
+                f"SaveFailed: step {step} cannot be saved after step {saved}\n"
                 "  a step is saved once, and steps only go up; nothing was changed",
                 step=step,
-                last=last,
+                last=saved,
             )
         self._finish(max(self._at.finished, step))
         expected, meter = self._expected(step), Meter(self._clock.now_s)
@@ -323,7 +327,7 @@ class Session:
                 inside.engine.submit(SaveJob(expected, None, trouble=first_line(error), meter=meter))
                 self._at.saved = step
             raise
-        handle = inside.engine.submit(job)
+        handle = inside.engine.submit(job, last=last)
         inside.pace.saved(meter.age_s)
         self._at.saved, self._at.handle, self._at.owed = step, handle, False
         if self._group is not None:
@@ -461,7 +465,7 @@ class Session:
         try:
             inside.engine.close(self.settings.deadline_s * 2)
         except TimeoutError as error:
-            return error
+            return _not_ended(self._at.saved, error)
         inside.janitor_done()
         errors = [failure.error for failure in inside.engine.outcome().failures]
         handle = self._at.handle
@@ -597,8 +601,10 @@ class Session:
         if turn.step == 1 and self._at.restored is None and group.peers_saved is None:
             self.save(0)
 
-    def _boundary(self) -> bool:
-        """Between two steps: hear of the background, save what is due. True: end the loop."""
+    def _boundary(self, *, last: bool) -> bool:
+        """Between two steps: hear of the background, save what is due. True: end the loop. ``last``: it ends
+        anyway.
+        """
         inside, settings = self._inside(), self.settings
         outcome = inside.engine.outcome()
         if inside.tiered is not None:
@@ -628,7 +634,7 @@ class Session:
         if self._at.saved is not None and step <= self._at.saved:
             return stop
         if self._due(step):
-            self.save(step)
+            self._save_here(step, last=last or stop)
         return stop
 
     def _due(self, step: int) -> bool:
@@ -640,7 +646,7 @@ class Session:
         due = asks and inside.pace.due(step, under_way=self._under_way())
         if due and not policy.measures_time:
             return True
-        wanted = due or (self._at.owed and not self._under_way())
+        wanted = due or (self._at.owed and not self._under_way() and not inside.engine.stalled)
         if self._group is not None:
             agreed = "save" in self._group.agreed and bool(self._group.last_vote)
             if wanted and not agreed:
@@ -672,9 +678,12 @@ class Session:
         """Save the last step, if it is not, and wait for it."""
         step = self._at.finished
         if self._at.saved is None or step > self._at.saved:
-            self.save(step)
+            self._save_here(step, last=True)
         if self._at.handle is not None:
-            self._at.handle.wait(self.settings.deadline_s * 2)
+            try:
+                self._at.handle.wait(self.settings.deadline_s * 2)
+            except TimeoutError as error:
+                raise _not_ended(step, error) from error
 
     def _committed(self, commit: Commit) -> None:
         """On the engine's thread, after a commit is acknowledged: its first writer collects."""
@@ -683,6 +692,15 @@ class Session:
             return
         if commit.fragments[0].key.endswith(f"/{inside.me}"):
             inside.collect_soon(self.settings.keep)
+
+
+def _not_ended(step: int | None, cause: TimeoutError) -> SaveFailed:
+    return SaveFailed(
+        f"SaveFailed: step {step} is not known to be saved: {cause}\n"
+        "  a call to the store may hang; should it return, what was begun is given up or committed, never half\n"
+        "  earlier commits are intact: `ftckpt ls` says which there are",
+        step=step,
+    )
 
 
 def _reason(failures: Sequence[Failure]) -> str:

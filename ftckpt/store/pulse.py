@@ -7,6 +7,7 @@ a store that went away ends by its deadline, however many calls it still had to 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ class PulseStore:
         self._deadline_s = deadline_s
         self._clock = clock
         self._answered_s = clock.now_s()
+        self._asked_s: dict[int, float] = {}
 
     def __repr__(self) -> str:
         return f"PulseStore({self._inner!r}, deadline_s={self._deadline_s})"
@@ -39,6 +41,12 @@ class PulseStore:
     def silent_s(self) -> float:
         """Since its last answer, or since ``begin``."""
         return self._clock.now_s() - self._answered_s
+
+    @property
+    def hanging_s(self) -> float:
+        """As ``silent_s``, while a call is under way; else 0."""
+        asked_s = min(tuple(self._asked_s.values()), default=None)
+        return 0.0 if asked_s is None else self._clock.now_s() - max(asked_s, self._answered_s)
 
     @property
     def uri(self) -> str:
@@ -72,19 +80,29 @@ class PulseStore:
     def _ask(self, op: str, key: str, call: Callable[[], T]) -> T:
         silent_s = self.silent_s
         if silent_s > self._deadline_s:
-            raise StoreGone(
-                f"{op} {key} in {self.uri}: the store has not answered for {silent_s:.1f} s "
-                f"(deadline {self._deadline_s:g} s)\n  nothing more is asked of it in this save; the next one tries again",
-                op=op,
-                key=key,
-                uri=self.uri,
-                silent_s=silent_s,
-            )
+            raise self._gone(op, key, silent_s)
+        me, begun_s = threading.get_ident(), self._clock.now_s()
+        self._asked_s[me] = begun_s
         try:
             done = call()
         except StoreError as error:
             if not error.retryable:
                 self.begin()
             raise
+        finally:
+            del self._asked_s[me]
+        late_s = self._clock.now_s() - max(begun_s, self._answered_s)
+        if late_s > self._deadline_s:  # who waited was told that it is gone
+            raise self._gone(op, key, late_s)
         self.begin()
         return done
+
+    def _gone(self, op: str, key: str, silent_s: float) -> StoreGone:
+        return StoreGone(
+            f"{op} {key} in {self.uri}: the store has not answered for {silent_s:.1f} s "
+            f"(deadline {self._deadline_s:g} s)\n  nothing more is asked of it in this save; the next one tries again",
+            op=op,
+            key=key,
+            uri=self.uri,
+            silent_s=silent_s,
+        )

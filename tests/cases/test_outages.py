@@ -19,9 +19,10 @@ from obstore.store import S3Store
 
 import ftckpt
 from ftckpt.chaos.faults.gateway import SLOW_DOWN, Asked, Cut, Forget, Gateway, Refuse
-from ftckpt.chaos.faults.store import Delay, Fault, FaultyStore, Run
+from ftckpt.chaos.faults.store import Delay, Fault, FaultyStore, Pause, Run
 from ftckpt.clock import SystemClock
-from ftckpt.errors import SaveError, StoreUnavailable
+from ftckpt.errors import PacksGone, SaveError, SaveFailed, StoreUnavailable, TooManyFailedSaves
+from ftckpt.events import silent
 from ftckpt.store import LimitStore, RetryStore, open_store
 from ftckpt.writer import WriteSettings
 from tests.session.toy import Heard, Toy
@@ -356,3 +357,96 @@ def test_saves_that_come_faster_than_an_absent_store_fails_them_are_given_up_at_
     assert heard.named("save.stalled")
     assert waited_s < 7, "ten saves of at most eight seconds each would be more than a minute"
     assert heard.named("save.committed")[-1]["step"] == 12
+
+
+# --- stores whose calls do not return ------------------------------------------------------------
+
+
+def hung(tmp_path, prefix: str = "packs/000001/000000000001") -> tuple[FaultyStore, Pause]:
+    """A store in which the first create under ``prefix`` does not return, as on a folder whose server is gone."""
+    pause = Pause(timeout_s=60)
+    return FaultyStore(open_store(tmp_path / "run"), [Fault(pause, op="create", prefix=prefix, nth=1)]), pause
+
+
+def test_a_call_that_never_returns_fails_its_save_at_the_deadline_and_training_hears_of_it_meanwhile(
+    tmp_path,
+):
+    """J: the thread of saves hangs with the call; deadline, reports and the limit do not."""
+    toy, heard, (store, pause) = Toy(), Heard(), hung(tmp_path)
+    with pytest.raises(TooManyFailedSaves, match="has not answered for") as stop:  # noqa: SIM117
+        with ftckpt.Session(
+            "ignored", toy.state, store=store, deadline_s=0.5, max_failed_saves=1, events=heard
+        ) as running:
+            for step in running.steps(until=1000):
+                toy.train(step)
+                if step == 1:
+                    saved = running.save(1)
+                    assert pause.arrived.wait(30)
+                if step == 2:
+                    wait_until(lambda: running._entered.engine._hanging_s > 0.5, 30, "the deadline to pass")
+    pause.release()
+
+    assert step == 2
+    assert isinstance(saved.error, SaveFailed) and "earlier commits are intact" in str(saved.error)
+    assert any("step 1 is not known to be saved" in note for note in stop.value.__notes__)
+
+
+def test_whoever_waits_for_a_save_on_a_store_that_hangs_hears_of_the_deadline_and_the_next_save_is_good(
+    tmp_path,
+):
+    toy, (store, pause) = Toy(), hung(tmp_path)
+    with ftckpt.Session("ignored", toy.state, store=store, deadline_s=0.5, events=silent) as running:
+        with pytest.raises(SaveFailed, match="has not answered for"):
+            running.save(1).wait()
+        pause.release()
+        assert running.save(2).wait(30).step == 2
+
+    with ftckpt.open(tmp_path / "run") as found:
+        assert found.verify() == []
+        assert [commit.step for commit in found.commits()] == [2, 0]
+
+
+def test_the_last_save_waits_for_a_silent_store_that_others_are_given_up_on(tmp_path):
+    """No training follows that could go on meanwhile, and the store comes back within the deadline."""
+    toy, heard, (store, pause) = Toy(), Heard(), hung(tmp_path)
+    with ftckpt.Session("ignored", toy.state, store=store, save_every=1, events=heard) as running:
+        engine = running._entered.engine
+        engine._settings = WriteSettings(patience=engine._settings.patience, stall_s=0.3)
+        for step in running.steps(until=4):
+            toy.train(step)
+            if step == 4:
+                assert [event["step"] for event in heard.named("save.stalled")] == [3]
+                threading.Timer(1.0, pause.release).start()
+
+    assert [event["step"] for event in heard.named("save.failed")] == [3]
+    with ftckpt.open(tmp_path / "run") as found:
+        assert found.verify() == []
+        assert [commit.step for commit in found.commits()][:3] == [4, 2, 1]
+
+
+# --- packs that somebody deletes -----------------------------------------------------------------
+
+
+def test_packs_of_earlier_steps_that_were_deleted_fail_one_save_and_the_next_writes_everything(tmp_path):
+    """A run of which somebody else deletes objects goes on from a whole step, and says what is gone."""
+    trainer, frozen = Trainer(32), torch.nn.Linear(32, 32)
+    state = {**trainer.state, "base": ftckpt.Frozen(frozen)}
+    with ftckpt.Session(tmp_path / "run", state, keep=None, events=silent) as running:
+        running.save(1).wait(30)
+        engine = running._entered.engine
+        engine._settings = WriteSettings(patience=engine._settings.patience, look_again_s=0.001)
+        running.save(2).wait(30)
+        gone = [path for path in (tmp_path / "run/packs").rglob("*") if path.is_file()]
+        for path in gone:
+            path.unlink()
+
+        with pytest.raises(SaveFailed, match="are no longer in") as failure:
+            running.save(3).wait(30)
+        assert isinstance(failure.value.__cause__, PacksGone)
+        assert {f"{tmp_path}/run/{key}" for key in failure.value.__cause__.packs} <= set(map(str, gone))
+        running.save(4).wait(30)
+
+    fresh = Trainer(32)
+    base = torch.nn.Linear(32, 32)
+    assert ftckpt.restore(tmp_path / "run", {**fresh.state, "base": ftckpt.Frozen(base)}).step == 4
+    assert torch.equal(base.weight, frozen.weight) and torch.equal(fresh.weight(), trainer.weight())
