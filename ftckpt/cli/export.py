@@ -81,7 +81,7 @@ def export(
         typer.Option("--shard-gb", min=0.001, help="hf: the most that a file holds; 5 if left out."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint of this format that is there.")
+        bool, typer.Option("--overwrite", help="Replace what an export of this format wrote there.")
     ] = False,
     at_rest: AtRest = False,
     as_json: AsJson = False,

@@ -21,6 +21,7 @@ from ftckpt.store.api import Buffer
 MARK = "ftckpt-export.json"
 """Stands in a folder for as long as an export into it has not ended."""
 
+COMPARED_BYTES = 4 << 20
 Progress = Callable[[int, int], None]
 """Hears of bytes done, and of bytes in all."""
 
@@ -187,3 +188,17 @@ def _plain(node: Any, path: str, apart: frozenset[str]) -> tuple[bool, list[str]
     if any(has_arrays for has_arrays, _ in inside):
         return True, names
     return False, [path] if names else []
+
+
+def equal(source: Source, a: Array, b: Array) -> bool:
+    """Whether two arrays have one dtype and shape, and hold the same bytes. Most that do not differ at once."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    step = 1024
+    start = 0
+    while start < a.numel:
+        stop = min(start + step, a.numel)
+        if memoryview(source.read(a, start, stop)) != memoryview(source.read(b, start, stop)):
+            return False
+        start, step = stop, max(step, COMPARED_BYTES // a.itemsize_bytes)
+    return True

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
+from ftckpt import layout
 from ftckpt.attempts import choose, find_run, look
 from ftckpt.boxes import Box
 from ftckpt.capture import place
@@ -293,6 +294,12 @@ def _marked(dest: Files, sink: Sink, mark: _Mark, *, overwrite: bool) -> Iterato
         yield
         return
     names = dest.sizes()
+    if layout.RUN in names:
+        raise DestinationTaken(
+            f"DestinationTaken: {dest.uri} is a run; nothing is exported into one\n"
+            "  nothing was changed; give another address",
+            uri=dest.uri,
+        )
     found = _read_mark(dest) if MARK in names else None
     if names and not overwrite and (found is None or found.export != mark.export):
         left = "what another export left half way" if found is not None else min(names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -56,9 +57,25 @@ def unsaid(arrays: Iterable[Array]) -> list[str]:
 METADATA = "__metadata__"
 
 
-def header(arrays: Iterable[Array], about: Mapping[str, str]) -> bytes:
+_TIED = "ftckpt.tied"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The ``tensors`` of a file, in the order of their bytes; and what an export notes of names that were one
+    tensor in its run: ``tied`` gives the first of them. Others do not write it, and nobody has to be believed.
+    """
+
+    tensors: dict[str, tuple[Array, Extent]]
+    tied: dict[str, str]
+
+
+def header(arrays: Iterable[Array], about: Mapping[str, str], tied: Mapping[str, str]) -> bytes:
     """Everything before the first tensor's bytes. Tensors follow in the order given, without gaps."""
-    record: dict[str, Any] = {METADATA: {"format": "pt", **about}}
+    arrays = list(arrays)
+    known = {array.name: tied[array.name] for array in arrays if array.name in tied}
+    noted = {_TIED: json.dumps(known)} if known else {}
+    record: dict[str, Any] = {METADATA: {"format": "pt", **about, **noted}}
     at = 0
     for array in arrays:
         end = at + array.size_bytes
@@ -78,8 +95,8 @@ def header(arrays: Iterable[Array], about: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(files: Files, name: str) -> dict[str, tuple[Array, Extent]]:
-    """The tensors of a file, by name, in the order of their bytes.
+def read_header(files: Files, name: str) -> Header:
+    """What the header of a file says.
 
     Raises:
         ForeignDamaged: it is cut off, or no such file.
@@ -97,7 +114,7 @@ def read_header(files: Files, name: str) -> dict[str, tuple[Array, Extent]]:
         raise _bad(files, name, f"its header does not read: {error}") from error
     if not isinstance(record, dict):
         raise _bad(files, name, "its header is no JSON object")
-    record.pop(METADATA, None)
+    tied = _ties(record.pop(METADATA, None))
     found = {
         tensor: _tensor(files, name, tensor, entry, 8 + length, size_bytes)
         for tensor, entry in record.items()
@@ -110,7 +127,15 @@ def read_header(files: Files, name: str) -> dict[str, tuple[Array, Extent]]:
         end += array.size_bytes
     if end != size_bytes:
         raise _bad(files, name, f"it has {size_bytes} bytes, and its tensors end at {end}")
-    return dict(ordered)
+    return Header(dict(ordered), tied)
+
+
+def _ties(about: Any) -> dict[str, str]:
+    try:
+        found = json.loads(about[_TIED])
+        return {str(name): str(other) for name, other in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

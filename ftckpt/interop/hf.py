@@ -17,7 +17,7 @@ import xxhash
 
 from ftckpt.capture import as_bytes_view
 from ftckpt.errors import ForeignDamaged, NotRepresentable, ObjectNotFound, SettingsError
-from ftckpt.interop.api import MARK, Array, Outline, Reading, Want, parts, plain_values
+from ftckpt.interop.api import MARK, Array, Outline, Reading, Want, equal, parts, plain_values
 from ftckpt.interop.extents import Extent, Windows, read_span
 from ftckpt.interop.headers import header, read_header, unsaid
 from ftckpt.interop.ties import made_by_the_model
@@ -59,7 +59,7 @@ class SingleSink:
         return [name for name in names if name == self.single]
 
     def write(self, outline: Outline, read: Reading) -> Sequence[str]:
-        _write_file(self.dest, self.single, outline.arrays, outline.about, read)
+        _write_file(self.dest, self.single, outline.arrays, outline, read)
         return plain_values(outline)
 
 
@@ -106,11 +106,11 @@ class FolderSink:
         arrays = [array for array in outline.arrays if array.name not in made]
         shards = _sharded(arrays, self.shard_bytes)
         if len(shards) == 1:
-            _write_file(self.dest, WHOLE, shards[0], outline.about, read)
+            _write_file(self.dest, WHOLE, shards[0], outline, read)
             return left_out
         names = [f"model-{n:05d}-of-{len(shards):05d}{_SUFFIX}" for n in range(1, len(shards) + 1)]
         for name, shard in zip(names, shards, strict=True):
-            _write_file(self.dest, name, shard, outline.about, read)
+            _write_file(self.dest, name, shard, outline, read)
         index = {
             "metadata": {"total_size": sum(array.size_bytes for array in arrays)},
             "weight_map": {a.name: name for name, shard in zip(names, shards, strict=True) for a in shard},
@@ -190,12 +190,11 @@ def _sharded(arrays: Sequence[Array], shard_bytes: int) -> list[list[Array]]:
     return shards
 
 
-def _write_file(
-    dest: Files, name: str, arrays: Sequence[Array], about: Mapping[str, str], read: Reading
-) -> None:
+def _write_file(dest: Files, name: str, arrays: Sequence[Array], outline: Outline, read: Reading) -> None:
     ordered = sorted(arrays, key=lambda array: -array.itemsize_bytes)  # so that each stays aligned
+    about = {f"ftckpt.{key}": value for key, value in outline.about.items()}
     with dest.writing(name) as out:
-        out.write(header(ordered, {f"ftckpt.{key}": value for key, value in about.items()}))
+        out.write(header(ordered, about, outline.tied))
         for tensor in read(_wants(ordered)):
             out.write(as_bytes_view(tensor))
 
@@ -224,12 +223,15 @@ class SafetensorsSource:
         sizes = files.sizes()
         index = None if name is not None else _read_index(files, sizes)
         shards = [name] if name is not None else _shards(files, sizes, index)
+        tied: dict[str, str] = {}
         for shard in shards:
             if shard not in sizes:
                 raise _bad(
                     files, shard, "the index names this shard, and it is absent" if index else "it is absent"
                 )
-            for tensor, found in read_header(files, shard).items():
+            head = read_header(files, shard)
+            tied |= head.tied
+            for tensor, found in head.tensors.items():
                 if index is not None and index.get(tensor) != shard:
                     raise _bad(files, shard, f"it holds {tensor}, which the index does not say")
                 self._found[tensor] = found
@@ -237,6 +239,9 @@ class SafetensorsSource:
             if tensor not in self._found:
                 raise _bad(files, INDEX, f"it names {tensor}, which is not in {shard}")
         self.tree: dict[str, Array] = {tensor: array for tensor, (array, _) in self._found.items()}
+        for tensor, other in tied.items():
+            if {tensor, other} <= self.tree.keys() and equal(self, self.tree[tensor], self.tree[other]):
+                self.tree[tensor] = self.tree[other]
         facts = [(shard, sizes[shard], xxhash.xxh3_128_hexdigest(_head(files, shard))) for shard in shards]
         self.identity = repr(facts)
 

@@ -25,7 +25,7 @@ from ftckpt.boxes import whole
 from ftckpt.clock import SystemClock
 from ftckpt.commit import Expected, check_settled, put_fragment, settle
 from ftckpt.errors import AttemptTaken, NotRepresentable, NotSameRun, ObjectNotFound, UnsupportedValue
-from ftckpt.interop.api import Array, Progress, Source
+from ftckpt.interop.api import Array, Progress, Source, equal
 from ftckpt.interop.ties import is_input, is_output
 from ftckpt.layout import Writer
 from ftckpt.leaf import Holding, LeafSpec
@@ -55,7 +55,6 @@ MAX_PACK_BYTES = 64 << 20
 """Fewer and smaller than a save's: nobody waits for an import, and memory is to be small."""
 
 _RESERVED = ("rng", "ftckpt")
-_COMPARED_BYTES = 4 << 20
 _OPTIMIZER = {"state", "param_groups"}
 
 
@@ -93,7 +92,7 @@ def import_checkpoint(
     """
     nonce = xxhash.xxh3_128_hexdigest(f"import {kind} {source.identity} {component} {step}".encode())
     done = _is_complete(store, nonce)
-    laid = lay_out(source.tree, component, partial(_equal, source))
+    laid = lay_out(source.tree, component, partial(equal, source))
     job_tensors = [leaf for leaf in laid.leaves if leaf.array is not None]
     result = Imported(
         step,
@@ -403,18 +402,6 @@ def _untwinned(part: Mapping[str, Any], same: Same) -> dict[str, Array]:
         else:
             arrays[key] = twin
     return arrays
-
-
-def _equal(source: Source, a: Array, b: Array) -> bool:
-    """Whether two arrays of one dtype and shape hold the same bytes. Most that do not differ at once."""
-    step = 1024
-    start = 0
-    while start < a.numel:
-        stop = min(start + step, a.numel)
-        if memoryview(source.read(a, start, stop)) != memoryview(source.read(b, start, stop)):
-            return False
-        start, step = stop, max(step, _COMPARED_BYTES // a.itemsize_bytes)
-    return True
 
 
 def _module(

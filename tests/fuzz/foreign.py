@@ -101,10 +101,10 @@ def safetensors() -> Target:
             found = read_header(files(data), "x.safetensors")
         except FtckptError:
             return False
-        arrays = [array for array, _ in found.values()]
+        arrays = [array for array, _ in found.tensors.values()]
         assert not unsaid(arrays)
-        again = header(arrays, {}) + bytes(sum(array.size_bytes for array in arrays))
-        assert [array for array, _ in read_header(files(again), "x.safetensors").values()] == arrays
+        again = header(arrays, {}, found.tied) + bytes(sum(array.size_bytes for array in arrays))
+        assert [array for array, _ in read_header(files(again), "x.safetensors").tensors.values()] == arrays
         return True
 
     record = {

@@ -406,6 +406,17 @@ def test_a_zarr_group_of_others_is_not_overwritten(trained, tmp_path):
     assert _bytes(tmp_path / "z") == before
 
 
+def test_nothing_is_exported_into_a_run(trained, tmp_path):
+    run = shutil.copytree(trained.run, tmp_path / "run")
+    before = _bytes(run)
+
+    for kind in ("hf", "dcp", "zarr"):
+        with pytest.raises(DestinationTaken, match="is a run"):
+            export_run(trained.run, run, format=kind, component="actor", overwrite=True)
+
+    assert _bytes(run) == before
+
+
 def test_a_file_beside_the_config_that_no_store_takes_is_left_out_and_named(trained, tmp_path):
     """In a bucket a listing shows it; a folder's listing does not."""
     base = open_files("memory://base-with-a-dot")

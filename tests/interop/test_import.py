@@ -108,6 +108,33 @@ def test_one_file_that_holds_a_tied_tensor_twice_fits_the_tied_model_and_the_oth
     assert same(weights(apart), trained.weights)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_tensors_that_were_one_in_a_run_come_back_from_its_file_as_one(tmp_path, shared):
+    """The file has them twice, and a note, which is believed if they still are equal."""
+
+    def module() -> torch.nn.ModuleDict:
+        made = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Linear(3, 5)})
+        made["b"].bias = made["a"].bias
+        return made
+
+    model = module()
+    with Session(tmp_path / "old", {"m": model}, events=silent):
+        pass
+    export_run(tmp_path / "old", tmp_path / "a.safetensors", format="safetensors", component="m")
+    if not shared:  # somebody changed one of them; they are the last in the file, or the first
+        body = (tmp_path / "a.safetensors").read_bytes()
+        (tmp_path / "a.safetensors").write_bytes(
+            body.replace(raw := model["a"].bias.detach().numpy().tobytes(), bytes(len(raw)), 1)
+        )
+
+    done = import_run(tmp_path / "a.safetensors", tmp_path / "run", format="hf", component="m")
+
+    assert done.tensors == (3 if shared else 4)
+    if shared:
+        ftckpt.restore(tmp_path / "run", {"m": (again := module())})
+        assert same(weights(again), weights(model))
+
+
 def test_tensors_that_are_merely_equal_stay_apart(tmp_path):
     """Of a norm and a bias that one training step made equal nothing says that they are one tensor."""
     held = {"embed_tokens.weight": torch.ones(4, 8), "lm_head.weight": torch.ones(4, 8)}
