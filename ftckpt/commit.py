@@ -41,10 +41,10 @@ from ftckpt.manifest import (
     decode,
     digest_of,
     encode,
-    leaf_range,
     let_go_of,
 )
 from ftckpt.plan.assign import covers
+from ftckpt.plan.listing import listed
 from ftckpt.store.api import ObjectStore
 
 
@@ -118,7 +118,7 @@ def gather(
     """The fragments of this save that are there now: of expected writers and of this quorum only.
 
     A fragment that a dead life, another quorum or another parent wrote is not of this save. Bytes that
-    are those of ``mine`` need not be decoded.
+    are those of ``mine`` need not be decoded. The refs have no ranges yet: those come of all together.
     """
     found = {}
     own = encode(mine) if mine is not None else b""
@@ -139,7 +139,7 @@ def gather(
             and fragment.parent == expected.parent
         )
         if same or fragment.failure:
-            ref = FragmentRef(info.key, len(body), digest_of(body), leaf_range(fragment.leaves))
+            ref = FragmentRef(info.key, len(body), digest_of(body), ())
             found[writer] = (fragment, ref)
     return found
 
@@ -162,10 +162,11 @@ def diverging(fragments: Iterable[Fragment]) -> list[str]:
 
 def uncovered(fragments: Iterable[Fragment]) -> list[str]:
     """Names of leaves that the fragments do not tile: an element is missing, or held twice; or the leaf is
-    missing, which only some of the writers have.
+    missing, which only some of the writers have; or it is one rank's own for some, and common for others.
     """
     fragments = list(fragments)
     missing = {replica.leaf for fragment in fragments for replica in fragment.replicas}
+    owned = {leaf.name.rpartition("@")[0] for one in fragments for leaf in one.leaves if leaf.owner}
     for name, leaves in _by_leaf(fragments):
         spans = {
             (record.offset, record.extent, chunk.start, chunk.stop)
@@ -174,7 +175,7 @@ def uncovered(fragments: Iterable[Fragment]) -> list[str]:
             for chunk in record.chunks
         }
         missing.discard(name)
-        if not _covered(leaves[-1].shape, spans):
+        if name in owned or not _covered(leaves[-1].shape, spans):
             missing.add(name)
     return sorted(missing)
 
@@ -257,7 +258,7 @@ def build(expected: Expected, found: Mapping[Writer, tuple[Fragment, FragmentRef
         return Commit(format=FORMAT, attempt=at.attempt, step=at.step, aborted=reason[:2000])
     ordered = [found[writer] for writer in sorted(found)]
     guarantees: list[Guarantee] = [fragment.guarantee for fragment, _ in ordered]
-    return Commit(
+    commit = Commit(
         format=FORMAT,
         attempt=at.attempt,
         step=at.step,
@@ -270,6 +271,7 @@ def build(expected: Expected, found: Mapping[Writer, tuple[Fragment, FragmentRef
         why=tuple(sorted({reason for fragment, _ in ordered for reason in fragment.why})),
         left_out=tuple(sorted({line for fragment, _ in ordered for line in fragment.left_out})),
     )
+    return listed(commit, [fragment for fragment, _ in ordered])
 
 
 DIVERGED = "replicas diverged: "

@@ -63,8 +63,8 @@ from ftckpt.manifest import (
     decode,
     digest_of,
     encode,
-    leaf_range,
 )
+from ftckpt.plan.listing import listed
 from ftckpt.reader import Progress, read_fragment_here
 from ftckpt.store.api import ObjectStore
 
@@ -475,7 +475,7 @@ def _moved_commit(origin: Commit, at: Position, fragments: Mapping[str, Fragment
     refs = []
     for key, fragment in fragments.items():
         body = encode(fragment)
-        refs.append(FragmentRef(key, len(body), digest_of(body), leaf_range(fragment.leaves)))
+        refs.append(FragmentRef(key, len(body), digest_of(body), ()))
     found = state_digest(fragments.values())
     if found != origin.state:
         raise ObjectDamaged(
@@ -484,10 +484,11 @@ def _moved_commit(origin: Commit, at: Position, fragments: Mapping[str, Fragment
             key=layout.commit_key(origin.at),
             step=origin.step,
         )
-    return msgspec.structs.replace(
+    moved = msgspec.structs.replace(
         origin,
         attempt=at.attempt,
         parent=None,
         fragments=tuple(refs),
         components=summarize(at, list(fragments.values())),
     )
+    return listed(moved, list(fragments.values()))

@@ -28,6 +28,11 @@ FORMAT = 1
 SCALE = 1 << 32
 """Fractions of a leaf's first dimension are stored as integers of this many parts."""
 
+ANY, WHOLE, CUT, OWN = range(4)
+"""Sorts of leaves, for ``LeafRange.of``: whatever it be; one that every holder has all of; one of which some
+fragment holds a part; one rank's own.
+"""
+
 MAX_STEP = 10**12 - 1
 MAX_ATTEMPT = 10**6 - 1
 MAX_RECORD_BYTES = 1 << 30
@@ -43,6 +48,7 @@ _TRAILER_BYTES = len(_MARK) + 32 + 1
 Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 Attempt = Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)]
 Guarantee = Literal["E1", "E2", "E3", "E4"]
+Sort = Annotated[int, msgspec.Meta(ge=0, le=3)]
 PinKind = Literal["start", "tip", "agent", "reader"]
 
 
@@ -206,12 +212,15 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
 class LeafRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Leaves ``first`` to ``last`` by name; of each, at most the part ``low`` to ``high`` (in
     1/2**32) of its first dimension. A reader skips fragments whose ranges cannot hold what it wants.
+
+    ``of``: of which leaves it speaks: ``ANY``, or, where the commit lists leaves, of one of the other sorts.
     """
 
     first: str
     last: str
     low: int
     high: int
+    of: Sort = 0
 
 
 class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -221,6 +230,28 @@ class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     size: int
     digest: str
     ranges: tuple[LeafRange, ...]
+
+
+class LeafGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Leaves of all ranks that agree in all but their name. ``cut``: some fragment holds a box of them that
+    is not the whole leaf.
+    """
+
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    cut: bool
+    names: tuple[str, ...]
+
+
+class OwnRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What is one rank's own: the ``owner``, its value leaves without ``@owner``, and the numbers of all
+    fragments that hold a leaf of it.
+    """
+
+    owner: str
+    values: tuple[str, ...]
+    fragments: tuple[int, ...]
 
 
 class ComponentSummary(msgspec.Struct, frozen=True, array_like=True):
@@ -238,6 +269,9 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     Its bytes hold no clock and no committer. ``state`` is the digest of the content, whoever wrote
     which part of it: two commits of one step with equal ``state`` are the same step. ``left_out`` says,
     for people, what the step does not hold; empty: whoever wrote it did not say.
+
+    ``leaves`` and ``own`` list every leaf, so that a reader asks for no fragment but those that hold what it
+    wants. Both empty: the fragments say it.
     """
 
     format: int
@@ -252,6 +286,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     guarantee: Guarantee = "E4"
     why: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    leaves: tuple[LeafGroup, ...] = ()
+    own: tuple[OwnRecord, ...] = ()
 
     @property
     def at(self) -> Position:
@@ -460,6 +496,7 @@ def _check_format(version: int, key: str) -> None:
 
 def _check_commit(commit: Commit, key: str) -> None:
     """A commit of a large job names many thousands; they are looked at all together."""
+    _check_listed(commit, key)
     folder, refs = f"fragments/{commit.attempt:06d}/{commit.step:012d}/", commit.fragments
     keys = "\n".join([ref.key for ref in refs]) + "\n"
     outside = [ref for ref in refs if not 0 <= ref.size <= MAX_RECORD_BYTES or not ref.key.startswith(folder)]
@@ -474,6 +511,32 @@ def _check_commit(commit: Commit, key: str) -> None:
                 f"RecordCorrupt: {key} names a fragment that cannot be: {ref.key!r}, {ref.size} bytes",
                 key=key,
             )
+
+
+def _check_listed(commit: Commit, key: str) -> None:
+    for group in commit.leaves:
+        if not _leaf_fits(group.kind, group.dtype, group.shape):
+            raise RecordCorrupt(
+                f"RecordCorrupt: {key} lists leaves of kind {group.kind!r}, dtype {group.dtype!r} and shape "
+                f"{group.shape}: {', '.join(map(repr, group.names[:8]))}",
+                key=key,
+            )
+    named = {number for own in commit.own for number in own.fragments}
+    if named and not 0 <= min(named) <= max(named) < len(commit.fragments):
+        raise RecordCorrupt(
+            f"RecordCorrupt: {key} says that fragments {min(named)} to {max(named)} of {len(commit.fragments)} hold "
+            "leaves of single ranks",
+            key=key,
+        )
+
+
+def _leaf_fits(kind: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a leaf of that kind can be so."""
+    itemsize = ITEMSIZE_BYTES.get(dtype, 0)
+    fits = itemsize and len(shape) <= MAX_NDIM and all(n >= 0 for n in shape)
+    if not fits or prod(n or 1 for n in shape) * itemsize > MAX_LEAF_BYTES:
+        return False
+    return kind != "value" or (dtype == "uint8" and len(shape) == 1 and shape[0] <= MAX_VALUE_BYTES)
 
 
 def _is_below(key: str, folder: str) -> bool:
@@ -497,14 +560,9 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
         shape = leaf.shape
         itemsize = ITEMSIZE_BYTES.get(leaf.dtype, 0)
         if (leaf.kind, leaf.dtype, shape) not in shapes:
-            fits = len(shape) <= MAX_NDIM and all(n >= 0 for n in shape)
-            if not itemsize or not fits or prod(n or 1 for n in shape) * itemsize > MAX_LEAF_BYTES:
-                raise bad(f"gives {leaf.name!r} dtype {leaf.dtype!r} and shape {shape}")
-            packed = leaf.dtype == "uint8" and len(shape) == 1 and shape[0] <= MAX_VALUE_BYTES
-            if leaf.kind == "value" and not packed:
-                raise bad(
-                    f"gives {leaf.name!r}, which is packed bytes, dtype {leaf.dtype!r} and shape {shape}"
-                )
+            if not _leaf_fits(leaf.kind, leaf.dtype, shape):
+                packed = ", which is packed bytes," if leaf.kind == "value" else ""
+                raise bad(f"gives {leaf.name!r}{packed} dtype {leaf.dtype!r} and shape {shape}")
             shapes.add((leaf.kind, leaf.dtype, shape))
         for record in leaf.boxes:
             offset, extent = record.offset, record.extent

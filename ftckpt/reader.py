@@ -31,6 +31,7 @@ from ftckpt.errors import (
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
 from ftckpt.manifest import Commit, Fragment, FragmentRef, Position, decode, digest_of
 from ftckpt.memory import require_memory
+from ftckpt.plan.listing import mislisted, relevant
 from ftckpt.plan.restore import (
     Fetch,
     Link,
@@ -42,7 +43,6 @@ from ftckpt.plan.restore import (
     index_chunks,
     packs_of,
     plan_restore,
-    relevant,
 )
 from ftckpt.store.api import Buffer, ByteRange, ObjectStore
 from ftckpt.store.nearest import sources, tell_passed_over
@@ -135,9 +135,16 @@ def read_fragments(
     threads: int = 8,
 ) -> list[Fragment]:
     """The fragments of a commit; with ``wants``, only those that can hold a part of one."""
-    refs = commit.fragments if wants is None else relevant(commit.fragments, wants)
+    refs = commit.fragments if wants is None else relevant(commit, wants)
+    return read_refs(store, commit.at, refs, threads)
+
+
+def read_refs(
+    store: ObjectStore, at: Position, refs: Sequence[FragmentRef], threads: int = 8
+) -> list[Fragment]:
+    """These fragments of the commit at ``at``, in this order."""
     with ThreadPoolExecutor(max(1, min(threads, len(refs))), "ftckpt-read") as pool:
-        return list(pool.map(lambda ref: read_fragment(store, ref, commit.at), refs))
+        return list(pool.map(lambda ref: read_fragment(store, ref, at), refs))
 
 
 def leaf_specs(fragments: Iterable[Fragment]) -> dict[str, LeafSpec]:
@@ -438,10 +445,15 @@ def _corrupt(
 
 
 def read_values(
-    store: ObjectStore, fragments: Sequence[Fragment], at: Position, settings: ReadSettings = DEFAULT
+    store: ObjectStore,
+    fragments: Sequence[Fragment],
+    at: Position,
+    settings: ReadSettings = DEFAULT,
+    leaves: Sequence[LeafSpec] | None = None,
 ) -> dict[str, bytes]:
-    """The packed bytes of every value leaf, by leaf name."""
-    leaves = [leaf for leaf in leaf_specs(fragments).values() if leaf.kind == "value"]
+    """The packed bytes of value leaves, by leaf name: of these, or of all that the fragments speak of."""
+    if leaves is None:
+        leaves = [leaf for leaf in leaf_specs(fragments).values() if leaf.kind == "value"]
     wants = [(leaf, Box((0,), leaf.shape)) for leaf in leaves]
     fetches = plan_restore(wants, index_chunks(fragments, {leaf.name for leaf in leaves}))
     check_packs(store, packs_of(fetches), at)
@@ -474,7 +486,8 @@ def verify_commit(
             fragments.append(read_fragment(store, ref, commit.at))
         except (CorruptError, StoreError) as error:
             problems.append(error)
-    problems.extend(_untiled(fragments) if not problems else ())
+    if not problems:
+        problems.extend(list(_untiled(fragments)) or _mislisted(commit, fragments))
     fetches = _every_chunk(fragments)
     damaged = list(_damaged_packs(store, packs_of(fetches), commit.at))
     problems.extend(damaged)
@@ -513,6 +526,21 @@ def _untiled(fragments: Sequence[Fragment]) -> Iterator[RecordCorrupt]:
             plan_restore([(leaf, whole(leaf.shape))], index)
         except RecordCorrupt as error:
             yield error
+
+
+def _mislisted(commit: Commit, fragments: Sequence[Fragment]) -> Iterator[RecordCorrupt]:
+    """A commit whose list of leaves would lead a reader past what it wants."""
+    names = mislisted(commit, fragments)
+    if names:
+        key = layout.commit_key(commit.at)
+        yield RecordCorrupt(
+            f"RecordCorrupt: {key} does not list what its fragments hold: {', '.join(names[:8])}"
+            f"{' …' if len(names) > 8 else ''}\n"
+            "  its fragments and packs may be whole; a restore may ask the wrong ones",
+            key=key,
+            step=commit.step,
+            leaves=tuple(names),
+        )
 
 
 def _lost_base(item: Fetch, bad: Collection[object]) -> bool:

@@ -4,37 +4,33 @@ Everything that can be refused is refused before the first tensor is touched: na
 and that every needed object exists at its size. After that a failure names the components it had
 begun to overwrite; plain values and ``load_state_dict`` come last, after every byte was read. What may
 differ between the two is in ``Asked``, and what of it did is in ``Restored``.
+
+Only what is wanted is read: the values of live components, and those fragments that can hold a part of a
+wanted tensor. What others hold is known by the commit's list of leaves.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ftckpt.births import no_collecting
-from ftckpt.capture import Carried, Passed, Target, carry_over, place, target
+from ftckpt.capture import UNREAD, Carried, Passed, Target, carry_over, place, target
 from ftckpt.capture.relabel import Relabelled, relabel
 from ftckpt.commit import read_commit
+from ftckpt.contents import Contents, contents
 from ftckpt.errors import ObjectDamaged, RestoreIncomplete, first_line
 from ftckpt.events import Event, Events, silent
 from ftckpt.layout import commit_key
 from ftckpt.leaf import LeafSpec
 from ftckpt.manifest import Commit, Ref
 from ftckpt.plan.asked import EXACTLY, Asked, loses
-from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore, relevant
-from ftckpt.reader import (
-    DEFAULT,
-    Progress,
-    ReadSettings,
-    check_packs,
-    fetch,
-    leaf_specs,
-    read_fragments,
-    read_values,
-)
+from ftckpt.plan.restore import Placement, index_chunks, packs_of, plan_restore
+from ftckpt.reader import DEFAULT, Progress, ReadSettings, check_packs, fetch
 from ftckpt.store.api import ObjectStore
-from ftckpt.values import unpack
+from ftckpt.values import path_part, unpack
 
 GENERATORS = "rng"
 """The component of the random generators, which is nobody's to rename."""
@@ -153,16 +149,19 @@ def restore_into(
         RestoreIncomplete: the same, after it had begun; ``components`` are partly overwritten.
     """
     at = commit.at
-    fragments = read_fragments(store, commit)
-    trees = {name: unpack(data) for name, data in read_values(store, fragments, at, settings).items()}
-    specs = leaf_specs(fragments)
+    saved = contents(store, commit, settings)
+    also = (internal, None if subset else GENERATORS)
+    live = {*map(path_part, state), *filter(None, also)}
+    needed = _needed(saved.values, live, group, rank, world, renamed=bool(asked.rename))
+    trees: dict[str, Any] = dict.fromkeys(saved.values, UNREAD)
+    trees |= _unpacked(saved, needed)
     values = {internal: trees.pop(internal)} if internal in trees else {}
-    saved = {name: spec for name, spec in specs.items() if spec.kind == "tensor"}
-    with no_collecting():
+
+    def compare() -> tuple[Relabelled, Target]:
         named = relabel(trees, asked.rename, idle=asked.idle, untouched=GENERATORS)
-        goal = target(
+        return named, target(
             state,
-            saved,
+            {name: spec for name, spec in saved.specs.items() if spec.kind == "tensor"},
             named.trees,
             group=group,
             rank=rank,
@@ -171,10 +170,15 @@ def restore_into(
             subset=subset,
             asked=asked,
         )
+
+    with no_collecting():
+        named, goal = compare()
+        if goal.unread:
+            trees |= _unpacked(saved, sorted(goal.unread))
+            named, goal = compare()
         wants = [(want.leaf, want.box) for want in goal.wants]
-        near = {ref.key for ref in relevant(commit.fragments, wants)}
-        holding = [one for ref, one in zip(commit.fragments, fragments, strict=True) if ref.key in near]
-        fetches = plan_restore(wants, index_chunks(holding, {leaf.name for leaf, _ in wants}))
+        fragments = saved.fragments(wants)
+        fetches = plan_restore(wants, index_chunks(fragments, {leaf.name for leaf, _ in wants}))
     check_packs(store, packs_of(fetches), at)
     begun: set[str] = set()
     carried = {name: Carried() for name in goal.casts}
@@ -216,11 +220,33 @@ def restore_into(
         rng_restored=any(component == GENERATORS for _, component, _ in goal.steps),
         passed=goal.passed,
         renamed=_renamed(named, goal),
-        casts=_casts(saved, goal, carried),
+        casts=_casts(saved.specs, goal, carried),
     )
     if not done.exactly:
         events(_differs(done))
     return done
+
+
+def _needed(
+    values: Iterable[str], live: Container[str], group: str, rank: int, world: int, *, renamed: bool
+) -> list[str]:
+    """Those values that a restore cannot do without: of live components, and of what is single ranks' own that
+    of this rank, if as many ranks saved it. Where rules give names, the others' own too: where a value goes
+    lies in its structure.
+    """
+    names = [(name, *name.partition("@")[::2]) for name in values]
+    ranks = {whose.rpartition(".")[2] for _, _, whose in names if whose.rpartition(".")[0] == group}
+    own = f"{group}.{rank}" if ranks == set(map(str, range(world))) else ""
+    return [
+        name
+        for name, path, whose in names
+        if (renamed or path.partition(".")[0] in live)
+        and (whose in ("", own) or (renamed and "." not in path and path != GENERATORS))
+    ]
+
+
+def _unpacked(saved: Contents, names: Collection[str]) -> dict[str, Any]:
+    return {name: unpack(data) for name, data in saved.packed(names).items()}
 
 
 def _renamed(named: Relabelled, goal: Target) -> tuple[tuple[str, str], ...]:

@@ -16,6 +16,7 @@ import xxhash
 from ftckpt import layout
 from ftckpt.attempts import Look, choose, find_run, look, read_claim, read_start
 from ftckpt.boxes import Box, whole
+from ftckpt.contents import Contents, contents
 from ftckpt.errors import CorruptError, ObjectDamaged, ObjectNotFound, StateMismatch, StoreError
 from ftckpt.events import Events, to_logging
 from ftckpt.inventory import Part, take_inventory
@@ -27,6 +28,7 @@ from ftckpt.manifest import (
     ComponentSummary,
     Fragment,
     Intent,
+    OwnRecord,
     PackRef,
     Pin,
     Position,
@@ -47,7 +49,6 @@ from ftckpt.reader import (
     fetch,
     leaf_specs,
     read_fragments,
-    read_values,
     verify_commit,
 )
 from ftckpt.store import open_store
@@ -177,14 +178,14 @@ class Run:
         Raises ``StateMismatch`` naming what there is when there is no such component.
         """
         commit = self.commit(step)
-        values = read_values(self._store, read_fragments(self._store, commit), commit.at, self._settings)
-        if component not in values:
+        saved = contents(self._store, commit, self._settings)
+        if component not in saved.values:
             raise StateMismatch(
                 f"StateMismatch: step {commit.step} has no component {component!r}\n"
-                f"  it has: {', '.join(sorted(values))}",
+                f"  it has: {', '.join(sorted(saved.values))}",
                 step=commit.step,
             )
-        return unpack(values[component])
+        return unpack(saved.packed([component])[component])
 
     def tensor(self, leaf: str, step: int | None = None, box: Box | None = None) -> torch.Tensor:
         """One tensor, or the part of it in ``box``, verified; fetches only chunks that overlap."""
@@ -192,10 +193,11 @@ class Run:
         from ftckpt.capture.tensors import fresh_tensor
 
         commit = self.commit(step)
-        fragments = read_fragments(self._store, commit)
-        spec = _tensor_spec(commit, fragments, leaf)
+        saved = contents(self._store, commit, self._settings)
+        spec = _tensor_spec(saved, leaf)
         box = box or whole(spec.shape)
-        fetches = plan_restore([(spec, box)], index_chunks(fragments, {leaf}))
+        wants = [(spec, box)]
+        fetches = plan_restore(wants, index_chunks(saved.fragments(wants), {leaf}))
         check_packs(self._store, packs_of(fetches), commit.at)
         result = fresh_tensor(box.extent, spec.dtype)
 
@@ -218,8 +220,9 @@ class Run:
         from ftckpt.arrays import open_array
 
         commit = self.commit(step)
-        fragments = read_fragments(self._store, commit)
-        spec = _tensor_spec(commit, fragments, leaf)
+        saved = contents(self._store, commit, self._settings)
+        spec = _tensor_spec(saved, leaf)
+        fragments = saved.fragments([(spec, whole(spec.shape))])
         return open_array(self._store, commit.at, fragments, spec, self._settings)
 
     def tensors(
@@ -234,9 +237,10 @@ class Run:
         from ftckpt.arrays import stream
 
         commit = self.commit(step)
-        fragments = read_fragments(self._store, commit)
-        specs = [spec for spec in leaf_specs(fragments).values() if spec.kind == "tensor"]
+        saved = contents(self._store, commit, self._settings)
         asked = None if names is None else [names] if isinstance(names, str) else list(names)
+        saved.know({own.owner for own in commit.own if _may_own(own, asked)})
+        specs = [spec for spec in saved.specs.values() if spec.kind == "tensor"]
         if asked is not None:
             chosen: dict[str, LeafSpec] = {}
             for name in asked:
@@ -245,6 +249,7 @@ class Run:
                     raise _no_tensor(commit, name, [spec.name for spec in specs])
                 chosen |= found
             specs = list(chosen.values())
+        fragments = saved.fragments([(spec, whole(spec.shape)) for spec in specs])
         return stream(self._store, commit.at, fragments, specs, self._settings)
 
     def verify(self, step: int | None = None, progress: Progress | None = None) -> list[Problem]:
@@ -365,12 +370,25 @@ class Run:
         )
 
 
-def _tensor_spec(commit: Commit, fragments: Sequence[Fragment], leaf: str) -> LeafSpec:
-    specs = leaf_specs(fragments)
-    spec = specs.get(leaf)
+def _tensor_spec(saved: Contents, leaf: str) -> LeafSpec:
+    owner = leaf.rpartition("@")[2]
+    if owner != leaf:
+        saved.know({owner})
+    spec = saved.specs.get(leaf)
     if spec is None or spec.kind != "tensor":
-        raise _no_tensor(commit, leaf, list(specs))
+        raise _no_tensor(saved.commit, leaf, list(saved.specs))
     return spec
+
+
+def _may_own(own: OwnRecord, names: Sequence[str] | None) -> bool:
+    """Whether one of these names may be, or have in it, a tensor that is this owner's own."""
+    if names is None:
+        return True
+    for name in names:
+        path, _, owner = name.partition("@")
+        if owner in ("", own.owner) and any(is_in(path, one) or is_in(one, path) for one in own.values):
+            return True
+    return False
 
 
 def _no_tensor(commit: Commit, leaf: str, names: Sequence[str]) -> StateMismatch:

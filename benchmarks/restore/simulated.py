@@ -1,39 +1,48 @@
 """The plan of one rank's restore out of a job that is too large to run: its records alone are made.
 
-Every rank of the job saved its rows of each tensor, as FSDP does. The commit names all their fragments;
-of these only those exist that hold what the measured rank wants, so that reading any other one fails.
+Every rank of the job saved its rows of each tensor, as FSDP does, and its generators; the first also the values
+that all share. The commit names all their fragments and lists their leaves, as a session's does; of the fragments
+only those exist that hold what the measured rank wants, so that reading any other one fails.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
+
+import msgspec
 
 from benchmarks.save.measure import Numbers
 from benchmarks.save.places import Place
 from ftckpt.births import no_collecting
-from ftckpt.boxes import Box
+from ftckpt.boxes import Box, whole
+from ftckpt.contents import contents
 from ftckpt.layout import Writer, commit_key, fragment_key, pack_key
 from ftckpt.leaf import LeafSpec
 from ftckpt.manifest import (
+    OWN,
+    SCALE,
     BoxRecord,
     ChunkRecord,
     Commit,
     Fragment,
     FragmentRef,
+    LeafRange,
     LeafRecord,
+    OwnRecord,
     PackRef,
     Position,
     decode,
     digest_of,
     encode,
-    leaf_range,
 )
-from ftckpt.plan.restore import Fetch, Run, coalesce, index_chunks, plan_restore, relevant
-from ftckpt.reader import DEFAULT, read_fragments
+from ftckpt.plan.listing import Want, listing, relevant
+from ftckpt.plan.restore import coalesce, index_chunks, plan_restore
+from ftckpt.reader import DEFAULT
 from ftckpt.store import open_store
 from ftckpt.store.api import ObjectStore
 
@@ -44,6 +53,8 @@ COLUMNS = (4096, 4096, 1024, 2816)
 
 TURNS = 7
 AT = Position(100, 1)
+VALUES = LeafSpec("actor", "value", "uint8", (60_000,))
+"""The names of all tensors."""
 
 
 def nothing(_place: Place, _world: int) -> Numbers:
@@ -68,66 +79,75 @@ def _layouts(world: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """A commit's bytes, a store with the fragments that the measured rank needs, and what it wants."""
+    """A commit's bytes, a store with the fragments that the measured rank needs, and what it wants: first the
+    values, which say what else there is.
+    """
 
     commit: bytes
     store: ObjectStore
-    wants: Sequence[tuple[LeafSpec, Box]]
+    values: Sequence[Want]
+    tensors: Sequence[Want]
 
     def read(self) -> Commit:
         return decode(Commit, self.commit, commit_key(AT))
 
-    def plan(self) -> tuple[Sequence[Fragment], Sequence[Fetch], Sequence[Run]]:
-        """Everything between the bytes of the commit and the list of requests."""
-        fragments = read_fragments(self.store, self.read(), self.wants)
-        fetches = plan_restore(self.wants, index_chunks(fragments))
-        return fragments, fetches, coalesce(fetches, DEFAULT.gap_bytes, DEFAULT.run_bytes)
+    def plan(self) -> Numbers:
+        """Everything between the bytes of the commit and the list of requests. Seconds of computing, of all
+        threads; fetching a record is its GET, its digest and decoding it.
+        """
+        wants = [*self.values, *self.tensors]
+        times_s = [time.process_time()]
+        commit = self.read()
+        times_s.append(time.process_time())
+        with no_collecting():  # as a restore does
+            saved = contents(self.store, commit)
+            times_s.append(time.process_time())
+            relevant(commit, wants)
+            times_s.append(time.process_time())
+            fragments = saved.fragments(wants)
+            times_s.append(time.process_time())
+            names = {leaf.name for leaf, _ in wants}
+            index = index_chunks(fragments, names)
+            runs = [
+                run
+                for part in (self.values, self.tensors)
+                for run in coalesce(plan_restore(part, index), DEFAULT.gap_bytes, DEFAULT.run_bytes)
+            ]
+            times_s.append(time.process_time())
+        read_s, listed_s, chosen_s, got_s, planned_s = (b - a for a, b in pairwise(times_s))
+        return {
+            "plan_s": listed_s + chosen_s + planned_s,
+            "all_s": times_s[-1] - times_s[0] - chosen_s,  # which was done twice
+            "commit_s": read_s,
+            "fragments_s": got_s - chosen_s,
+            "fragments": len(fragments),
+            "chunks": sum(len(run.fetches) for run in runs),
+            "requests": len(runs),
+        }
 
 
 def records(world: int, ranks: int) -> Records:
     """What the rank in the middle of ``ranks`` needs of a job of ``world`` ranks."""
     rows = ROWS_A_RANK * world
     each = -(-rows // ranks)
-    low = ranks // 2 * each
-    wants = [(leaf, Box((low, 0), (each, leaf.shape[1]))) for leaf in _leaves(rows)]
+    rank = ranks // 2
+    low = rank * each
+    tensors = [(leaf, Box((low, 0), (each, leaf.shape[1]))) for leaf in _leaves(rows)]
+    values = [(VALUES, whole(VALUES.shape))]
+    if ranks == world:  # generators go back to as many ranks as saved them
+        values.append((_generators(rank), whole(VALUES.shape)))
     holders = range(low // ROWS_A_RANK, (low + each - 1) // ROWS_A_RANK + 1)
-    held = [_fragment(rank, rows) for rank in holders]
+    held = {rank: _fragment(rank, rows) for rank in sorted({0, *holders})}
     store = open_store(f"memory://{uuid.uuid4().hex}")
-    for rank, fragment in zip(holders, held, strict=True):
+    for rank, fragment in held.items():
         store.create(fragment_key(AT, _writer(rank)), encode(fragment))
-    return Records(encode(_commit(world, held)), store, wants)
+    return Records(encode(_commit(world, held)), store, values, tensors)
 
 
 def _plan_of(world: int, ranks: int) -> Numbers:
-    """Seconds of computing, of all threads. Fetching a record is its GET, its digest and decoding it."""
     made = records(world, ranks)
-    all_s, commits_s, fragments_s, plans_s = [], [], [], []
-    for _ in range(TURNS):
-        begun_s = time.process_time()
-        commit = made.read()
-        read_s = time.process_time()
-        fragments = read_fragments(made.store, commit, made.wants)
-        got_s = time.process_time()
-        relevant(commit.fragments, made.wants)
-        chosen_s = time.process_time()
-        with no_collecting():  # as a restore does
-            fetches = plan_restore(made.wants, index_chunks(fragments))
-        runs = coalesce(fetches, DEFAULT.gap_bytes, DEFAULT.run_bytes)
-        end_s = time.process_time()
-        plans_s.append(end_s - got_s)
-        commits_s.append(read_s - begun_s)
-        fragments_s.append(got_s - read_s - (chosen_s - got_s))
-        all_s.append(end_s - begun_s - (chosen_s - got_s))
-        assert len(fetches) == TENSORS * len(fragments)
-    return {
-        "plan_s": median(plans_s),
-        "all_s": median(all_s),
-        "commit_s": median(commits_s),
-        "fragments_s": median(fragments_s),
-        "fragments": len(fragments),
-        "chunks": len(fetches),
-        "requests": len(runs),
-    }
+    turns = [made.plan() for _ in range(TURNS)]
+    return {key: median(turn[key] for turn in turns) for key in turns[0]}
 
 
 def _leaves(rows: int) -> list[LeafSpec]:
@@ -142,19 +162,24 @@ def _leaves(rows: int) -> list[LeafSpec]:
     ]
 
 
+def _generators(rank: int) -> LeafSpec:
+    return LeafSpec(f"rng@g0.{rank}", "value", "uint8", VALUES.shape, f"g0.{rank}")
+
+
 def _writer(rank: int) -> Writer:
     return Writer("g0", rank, f"{rank:032x}")
 
 
 def _fragment(rank: int, rows: int) -> Fragment:
+    parts = [(leaf, Box((rank * ROWS_A_RANK, 0), (ROWS_A_RANK, leaf.shape[1]))) for leaf in _leaves(rows)]
+    parts += [(leaf, whole(leaf.shape)) for leaf in (_generators(rank), *([VALUES] if not rank else ()))]
     records, at = [], 0
-    for leaf in _leaves(rows):
-        columns = leaf.shape[1]
-        size = ROWS_A_RANK * columns * leaf.itemsize_bytes
+    for leaf, box in sorted(parts, key=lambda part: part[0].name):
+        size = box.numel * leaf.itemsize_bytes
         digest = bytes.fromhex(digest_of(f"{leaf.name} {rank}".encode()))
-        chunk = ChunkRecord(0, ROWS_A_RANK * columns, digest, digest, 0, 0, at, size)
-        box = BoxRecord((rank * ROWS_A_RANK, 0), (ROWS_A_RANK, columns), (chunk,))
-        records.append(LeafRecord(leaf.name, leaf.kind, leaf.dtype, leaf.shape, "", (box,)))
+        chunk = ChunkRecord(0, box.numel, digest, digest, 0, 0, at, size)
+        record = BoxRecord(box.offset, box.extent, (chunk,))
+        records.append(LeafRecord(leaf.name, leaf.kind, leaf.dtype, leaf.shape, leaf.owner, (record,)))
         at += size
     return Fragment(
         format=1,
@@ -169,23 +194,30 @@ def _fragment(rank: int, rows: int) -> Fragment:
     )
 
 
-def _commit(world: int, known: Sequence[Fragment]) -> Commit:
-    """It names a fragment of every rank; only the known ones by the digest of anything that exists."""
-    rows = ROWS_A_RANK * world
-    bodies = {fragment.writer: encode(fragment) for fragment in known}
-    leaves = _leaves(rows)
-    names = leaves[0].name, leaves[-1].name
-    refs = []
+def _commit(world: int, known: Mapping[int, Fragment]) -> Commit:
+    """It names a fragment of every rank; only the known ones by the digest of anything that exists. Of each
+    it says what a committer would, without all of them being made.
+    """
+    bodies = {rank: encode(fragment) for rank, fragment in known.items()}
+    some = listing([_fragment(0, ROWS_A_RANK * world), _fragment(1, ROWS_A_RANK * world)])
+    refs, own = [], []
     for rank in range(world):
-        body = bodies.get(str(_writer(rank)), b"")
-        one_row = LeafRecord(
-            names[0], "tensor", "bfloat16", leaves[0].shape, "",
-            (BoxRecord((rank * ROWS_A_RANK, 0), (ROWS_A_RANK, COLUMNS[0]), ()),),
-        )  # fmt: skip
-        last = LeafRecord(names[1], "tensor", "bfloat16", leaves[0].shape, "", one_row.boxes)
+        body, generators = bodies.get(rank, b""), _generators(rank)
+        low = rank * SCALE // world
+        ranges = [
+            msgspec.structs.replace(held, low=low, high=low + SCALE // world) for held in some.ranges[1][:1]
+        ]
+        ranges.append(LeafRange(generators.name, generators.name, 0, SCALE, OWN))
         refs.append(
             FragmentRef(
-                fragment_key(AT, _writer(rank)), len(body), digest_of(body), leaf_range((one_row, last))
+                fragment_key(AT, _writer(rank)),
+                len(body),
+                digest_of(body),
+                tuple(ranges) if rank else some.ranges[0],
             )
         )
-    return Commit(format=1, attempt=AT.attempt, step=AT.step, state="s", fragments=tuple(refs), quorums=(1,))
+        own.append(OwnRecord(generators.owner, ("rng",), (rank,)))
+    return Commit(
+        format=1, attempt=AT.attempt, step=AT.step, state="s", fragments=tuple(refs), quorums=(1,),
+        leaves=some.leaves, own=tuple(own),
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from ftckpt.capture.restoring import Target, target
 from ftckpt.capture.rng import reseed
 from ftckpt.capture.saving import capture
 from ftckpt.capture.tensors import Carried, as_bytes_view, carry_over, copy_bytes, place
-from ftckpt.capture.tree import LiveLeaf, Passed, Want
+from ftckpt.capture.tree import UNREAD, LiveLeaf, Passed, Want
 
 __all__ = [
     "Fences",
@@ -32,6 +32,7 @@ __all__ = [
     "Passed",
     "Target",
     "target",
+    "UNREAD",
     "as_bytes_view",
     "copy_bytes",
     "place",

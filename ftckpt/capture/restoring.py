@@ -41,7 +41,8 @@ class Target:
 
     ``wants``: what to read, and the memory to read it into; until a reader does, nothing live has
     changed. ``notes``: what is not restored although it was asked for, and why that was allowed; ``passed``:
-    the same by kind. ``casts``: the dtype here of every leaf that was saved with another one.
+    the same by kind. ``casts``: the dtype here of every leaf that was saved with another one. ``unread``: names
+    of value leaves without which nothing else here counts; with their trees the target has to be made again.
     """
 
     wants: tuple[Want, ...]
@@ -50,6 +51,7 @@ class Target:
     casts: Mapping[str, str]
     components: frozenset[str]
     steps: tuple[tuple[int, str, Callable[[], None]], ...]
+    unread: frozenset[str] = frozenset()
 
     def finish(self) -> None:
         """Apply the rest, once, after every want was filled: plain values, containers, extra state,
@@ -88,8 +90,9 @@ def target(
 ) -> Target:
     """Compare a live state with a saved one and say what has to be read where.
 
-    ``saved``: the specs of all tensor leaves by name. ``trees``: the unpacked value leaves by name;
-    of ``PerRank`` values those of all owners (``name@group.rank``). Tensors may be taken from any
+    ``saved``: the specs of all tensor leaves by name, but for those that only other ranks' own values refer to.
+    ``trees``: the unpacked value leaves by name; of ``PerRank`` values those of all owners (``name@group.rank``).
+    Those of components that are not live, and of single ranks, may be ``UNREAD``. Tensors may be taken from any
     mesh to any other. ``subset``: components that are saved but not live are left out in silence,
     and generators are left alone unless ``rng=True``. ``asked``: what may differ, and what is wanted;
     renames were applied before. ``groups``: how many replica groups restore, where that is known, so that the
@@ -114,7 +117,8 @@ def target(
             _fill(filling, seen, component)
     if rng if rng is not None else not subset:
         _fill_generators(filling)
-    _complain(filling, {component.name for component in seen.components})
+    if not filling.unread:
+        _complain(filling, {component.name for component in seen.components})
     require_memory(filling.fresh_bytes, "what of the step has no memory in the live state yet")
     return Target(
         tuple(filling.wants),
@@ -123,6 +127,7 @@ def target(
         filling.casts,
         frozenset(component.name for component in seen.components),
         tuple(filling.steps),
+        frozenset(filling.unread),
     )
 
 

@@ -237,6 +237,7 @@ class Filling:
     reshaped: list[str] = field(default_factory=list)
     casts: dict[str, str] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
     fresh_bytes: int = 0
     _claims: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
     _owners: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -509,6 +510,11 @@ class Inflating:
 NOT_OURS = object()
 """What ``own_tree`` gives when this rank's live value is to be left as it is."""
 
+UNREAD = object()
+"""Stands for a saved tree that is there and was not read: of a component that is not live, or another
+rank's own.
+"""
+
 
 def own_tree(
     filling: Filling, path: str, mark: PerRank[Any], component: str, inflate: Callable[[Any], Any]
@@ -517,14 +523,19 @@ def own_tree(
 
     When other ranks saved it, or groups saved it of which there are fewer now, follows the mark's policy:
     notes it as resized, notes that it is left alone, or has the value merge what all of them saved. Then
-    it gives ``NOT_OURS``. What may be begun anew is taken whenever this rank has its own.
+    it gives ``NOT_OURS``. What may be begun anew is taken whenever this rank has its own. A tree that is
+    needed and was not read is noted as ``unread``.
     """
-    where, owners = filling.where, dict(sorted(filling.owners(path).items(), key=_rank_order))
+    where, owners = filling.where, filling.owners(path)
     saved_by = {owner.rpartition(".")[2] for owner in owners if owner.rpartition(".")[0] == where.group}
     groups = {owner.rpartition(".")[0] for owner in owners}
     all_here = filling.groups is None or len(groups) <= filling.groups or mark.on_resize == "reseed"
     if saved_by == {str(rank) for rank in where.ranks} and all_here:
+        if owners[where.owner] is UNREAD:
+            filling.unread.add(f"{path}@{where.owner}")
+            return NOT_OURS
         return owners[where.owner]
+    owners = dict(sorted(owners.items(), key=_rank_order))
     found = (
         f"{path}: saved by {', '.join(owners) or 'nobody'}; asked for by {where.owner} of {where.world}"
         f"{'' if filling.groups is None else f' in {filling.groups} groups'}"
@@ -533,6 +544,8 @@ def own_tree(
         filling.resized.append(found)
     elif mark.on_resize == "reseed":
         filling.notes.append(f"not restored, because the ranks differ: {found}")
+    elif any(tree is UNREAD for tree in owners.values()):
+        filling.unread.update(f"{path}@{owner}" for owner in owners)
     else:
         states = {owner: inflate(tree) for owner, tree in owners.items()}
         filling.notes.append(f"merged by its own reshard(), because the ranks differ: {found}")

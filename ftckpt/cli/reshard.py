@@ -33,7 +33,7 @@ def reshard(run: Run, step: int | None, world: int, *, as_json: bool) -> None:
     fragments = read_fragments(run.store, commit)
     leaves = leaf_specs(fragments).values()
     loads = forecast(
-        commit.fragments,
+        commit,
         leaves,
         index_chunks(fragments),
         world,

@@ -2,8 +2,9 @@
 
 A part of a leaf that several ranks hold is cut into chunks and the chunks are shared out over the
 holders. All parts with the same holders form one line, in name order; holder i of k writes what
-starts in the i-th k-th of the line's bytes. Nothing is gathered; a rank's cost is that of its own
-holdings.
+starts in the i-th k-th of the line's bytes. A short line goes to the first of its holders only: thousands
+of ranks that wrote a scalar each would have to be asked for them, one by one, by every rank that restores.
+Nothing is gathered; a rank's cost is that of its own holdings.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ DEFAULT_CHUNK_BYTES = 4 << 20
 
 PARTS, SMALLEST_PART_BYTES = 8, 256 << 10
 """Boxes are cut into multiples of so many equal chunks, unless those would be smaller than this."""
+
+SHORT_LINE_WRITERS = 16
+"""So many holders share a line out however short it is; more only if each has as much to write as that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ def plan_save(
         holders = groups * len(ranks)
         me = (place.index if every_group else 0) * len(ranks) + ranks.index(place.rank)
         total_bytes = sum(holdings[number].size_bytes for number in numbers)
+        least_bytes = min(chunk_bytes, SMALLEST_PART_BYTES)
+        holders = min(holders, max(SHORT_LINE_WRITERS, -(-total_bytes // least_bytes)))
         done_bytes = 0
         for number in numbers:
             holding = holdings[number]

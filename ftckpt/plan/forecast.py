@@ -1,8 +1,8 @@
 """What a restore onto other ranks would read, rank by rank, before anybody starts one.
 
 Every tensor is cut along its first dimension as FSDP2 does: equal rows, the last ranks fewer or none.
-Plain values and 0-dimensional tensors are whole on every rank. Computed from a commit's leaf ranges and
-its fragments; no chunk is read.
+Plain values and 0-dimensional tensors are whole on every rank. Computed from what a commit says of its
+fragments, and from them; no chunk is read.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 from ftckpt.boxes import Box, whole
 from ftckpt.leaf import LeafSpec
-from ftckpt.manifest import FragmentRef
-from ftckpt.plan.restore import Fetch, Run, Saved, plan_restore, relevant
+from ftckpt.manifest import Commit
+from ftckpt.plan.listing import is_listed, relevant
+from ftckpt.plan.restore import Fetch, Run, Saved, plan_restore
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
     """What one rank reads: ``needed_bytes`` are raw bytes of its state; ``fetched_bytes`` what its
-    ``requests`` to packs bring, decoded ``chunks`` of them; before that, so many fragments.
+    ``requests`` to packs bring, decoded ``chunks`` of them; before that, so many fragments. Values are read
+    before tensors, since they say which tensors there are: by requests of their own.
     """
 
     rank: int
@@ -41,7 +43,7 @@ def rows_of(shape: tuple[int, ...], world: int, rank: int) -> Box:
 
 
 def forecast(
-    refs: Sequence[FragmentRef],
+    commit: Commit,
     leaves: Collection[LeafSpec],
     index: Mapping[str, Sequence[Saved]],
     world: int,
@@ -55,22 +57,22 @@ def forecast(
         RecordCorrupt: the chunks do not hold every element once.
     """
     common = [leaf for leaf in leaves if not leaf.owner]
+    values = [(leaf, whole(leaf.shape)) for leaf in common if leaf.kind == "value"]
+    tensors = [leaf for leaf in common if leaf.kind == "tensor"]
+    of_values = plan_restore(values, index)
     loads = []
     for rank in range(world):
-        wants = [
-            (leaf, whole(leaf.shape) if leaf.kind == "value" else rows_of(leaf.shape, world, rank))
-            for leaf in common
-        ]
-        fetches = plan_restore(wants, index)
-        runs = join(fetches)
-        near = relevant(refs, wants)
+        parts = [(leaf, rows_of(leaf.shape, world, rank)) for leaf in tensors]
+        of_tensors = plan_restore(parts, index)
+        runs = [*join(of_values), *join(of_tensors)]
+        near = relevant(commit, [*values, *parts]) if is_listed(commit) else commit.fragments
         loads.append(
             RankLoad(
                 rank=rank,
-                needed_bytes=sum(box.numel * leaf.itemsize_bytes for leaf, box in wants),
+                needed_bytes=sum(box.numel * leaf.itemsize_bytes for leaf, box in (*values, *parts)),
                 fetched_bytes=sum(run.read_bytes for run in runs),
                 requests=sum(len(run.spans) for run in runs),
-                chunks=len(fetches),
+                chunks=len(of_values) + len(of_tensors),
                 fragments=len(near),
                 fragment_bytes=sum(ref.size for ref in near),
             )

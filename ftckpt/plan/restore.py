@@ -8,10 +8,10 @@ Values of which every chunk makes one are msgspec structs here: they are made fi
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter, itemgetter
 
 import msgspec
 
@@ -19,7 +19,7 @@ from ftckpt.boxes import Box, intersect, rows_touched, span_boxes
 from ftckpt.codec import RAW
 from ftckpt.errors import RecordCorrupt
 from ftckpt.leaf import ITEMSIZE_BYTES, LeafSpec
-from ftckpt.manifest import ChunkRecord, Fragment, FragmentRef, LeafRange, fraction
+from ftckpt.manifest import ChunkRecord, Fragment
 from ftckpt.plan.assign import held_twice
 
 
@@ -118,24 +118,6 @@ class Run:
         return sum(span.end - span.start for span in self.spans)
 
 
-def relevant(refs: Iterable[FragmentRef], wants: Iterable[tuple[LeafSpec, Box]]) -> list[FragmentRef]:
-    """Those fragments that can hold a part of a wanted box, by what the commit says of them. A fragment
-    that cannot costs a comparison, however much is wanted.
-    """
-    parts = sorted((leaf.name, *fraction(box, leaf.shape)) for leaf, box in wants if box.numel)
-    if not parts:
-        return []
-    names = [name for name, _, _ in parts]
-    low, high = min(part[1] for part in parts), max(part[2] for part in parts)
-
-    def holds(held: LeafRange) -> bool:
-        those = parts[bisect_left(names, held.first) : bisect_right(names, held.last)]
-        return any(held.low < last and first < held.high for _, first, last in those)
-
-    near = [(ref, held) for ref in refs for held in ref.ranges if held.low < high and low < held.high]
-    return list({ref.key: ref for ref, held in near if holds(held)}.values())
-
-
 def index_chunks(
     fragments: Iterable[Fragment], names: Container[str] | None = None
 ) -> dict[str, tuple[Saved, ...]]:
@@ -153,17 +135,18 @@ def index_chunks(
     ]
     found: dict[str, tuple[Saved, ...]] = dict.fromkeys((name for name, _, _ in parts), ())
     boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}  # most tensors of a model have few shapes
-    parts.sort(key=lambda part: part[0])
-    for name, group in groupby(parts, key=lambda part: part[0]):
-        spans: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], Saved] = {}
+    parts.sort(key=itemgetter(0))
+    for name, group in groupby(parts, key=itemgetter(0)):
+        spans: dict[tuple[int, int, int], Saved] = {}
         for _, leaf, fragment in group:
             for record in leaf.boxes:
                 offset, extent = record.offset, record.extent
                 box = boxes.get((offset, extent))
                 if box is None:
                     box = boxes[offset, extent] = record.box
+                which = id(box)
                 for chunk in record.chunks:
-                    key = (offset, extent, chunk.start, chunk.stop)
+                    key = (which, chunk.start, chunk.stop)
                     if key not in spans:
                         pack = fragment.packs[chunk.pack]
                         bases = bases_of(fragment, chunk) if chunk.base is not None else ()
@@ -193,15 +176,16 @@ def plan_restore(
         RecordCorrupt: the saved chunks do not hold all wanted elements, or hold one twice.
     """
     fetched: dict[int, tuple[Saved, LeafSpec, list[Placement]]] = {}
-    shares: dict[tuple[tuple[int, ...], ...], _Share | None] = {}  # of few shapes, in most models
-    doubles: dict[tuple[_Used, ...], bool] = {}
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # of few shapes, in most models
+    shares: dict[tuple[int, int], _Share | None] = {}  # by what is wanted, and the identity of the saved box
+    doubles: dict[tuple[tuple[int, int, int], ...], bool] = {}
     for number, (leaf, wanted) in enumerate(wants):
         itemsize, numel, filled = ITEMSIZE_BYTES[leaf.dtype], wanted.numel, 0
-        offset, extent = wanted.offset, wanted.extent
-        used: list[_Used] = []
+        asked = boxes.setdefault((wanted.offset, wanted.extent), len(boxes))
+        used: list[Saved] = []
         for saved in index.get(leaf.name, ()) if numel else ():
             box, chunk = saved.box, saved.chunk
-            key = (box.offset, box.extent, offset, extent)
+            key = (asked, id(box))
             if key in shares:
                 share = shares[key]
             else:
@@ -209,7 +193,7 @@ def plan_restore(
             start, stop = chunk.start, chunk.stop
             if share is None or stop <= share.first or share.last <= start:
                 continue
-            used.append((box.offset, box.extent, start, stop))
+            used.append(saved)
             if start <= share.first and share.last <= stop:
                 pieces, held = share.pieces, share.numel
             else:
@@ -224,9 +208,9 @@ def plan_restore(
                 found[2].append(Placement(number, piece, part, (begins - start) * itemsize))
         twice = False
         if len(used) > 1:
-            spans = tuple(used)
+            spans = tuple([(id(one.box), one.chunk.start, one.chunk.stop) for one in used])
             if spans not in doubles:
-                doubles[spans] = held_twice([(Box(o, n), a, b) for o, n, a, b in spans])
+                doubles[spans] = held_twice([(one.box, one.chunk.start, one.chunk.stop) for one in used])
             twice = doubles[spans]
         if filled != numel or twice:
             raise RecordCorrupt(
@@ -247,11 +231,7 @@ def plan_restore(
         )
         for saved, leaf, placements in fetched.values()
     ]
-    return tuple(sorted(fetches, key=_where))
-
-
-def _where(fetch: Fetch) -> tuple[str, int]:
-    return fetch.pack, fetch.chunk.offset
+    return tuple(sorted(fetches, key=attrgetter("pack", "chunk.offset")))
 
 
 def coalesce(fetches: Sequence[Fetch], gap_bytes: int, run_bytes: int) -> list[Run]:
@@ -301,9 +281,6 @@ def _base_spans(fetches: Iterable[Fetch], gap_bytes: int) -> tuple[Span, ...]:
             spans.append(Span(pack, start, end))
     return tuple(spans)
 
-
-_Used = tuple[tuple[int, ...], tuple[int, ...], int, int]
-"""Offset and extent of a saved box, and a span of it."""
 
 _Pieces = tuple[tuple[int, Box, Box], ...]
 """Where in a saved box each piece begins, its box, and the part of it that is wanted."""

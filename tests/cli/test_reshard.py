@@ -13,6 +13,7 @@ from ftckpt.events import silent
 from ftckpt.plan.forecast import rows_of
 from ftckpt.plan.restore import index_chunks, plan_restore
 from ftckpt.reader import fetch, leaf_specs, read_fragments
+from ftckpt.restoring import restore_into
 from ftckpt.run import open_run
 from ftckpt.session import Session
 from tests.cli.conftest import Cli
@@ -45,15 +46,16 @@ def test_each_rank_then_reads_just_what_was_foretold(cli: Cli, wide: Path, world
         specs = leaf_specs(read_fragments(run.store, commit)).values()
         leaves = [leaf for leaf in specs if not leaf.owner]  # generators are of the rank that saved them
         for rank, load in enumerate(told["ranks"]):
-            wants = [
-                (leaf, whole(leaf.shape) if leaf.kind == "value" else rows_of(leaf.shape, world, rank))
-                for leaf in leaves
-            ]
+            values = [(leaf, whole(leaf.shape)) for leaf in leaves if leaf.kind == "value"]
+            tensors = [(leaf, rows_of(leaf.shape, world, rank)) for leaf in leaves if leaf.kind == "tensor"]
+            wants = [*values, *tensors]
             counted = FaultyStore(run.store)
-            fragments = read_fragments(counted, commit, [want for want in wants if want[1].numel])
+            fragments = read_fragments(counted, commit, wants)
             asked = len(counted.log)
-            items = plan_restore(wants, index_chunks(fragments))
-            fetch(counted, items, lambda _placement, _raw: None, commit.at)
+            apart = [plan_restore(part, index_chunks(fragments)) for part in (values, tensors)]
+            for part in apart:
+                fetch(counted, part, lambda _placement, _raw: None, commit.at)
+            items = [item for part in apart for item in part]
 
             assert load["fragments"] == asked and load["requests"] == len(counted.log) - asked
             assert load["chunks"] == len(items) and load["rank"] == rank
@@ -62,6 +64,24 @@ def test_each_rank_then_reads_just_what_was_foretold(cli: Cli, wide: Path, world
     cut = sum(leaf.itemsize_bytes * whole(leaf.shape).numel for leaf in leaves if leaf.shape[1:])
     rest = sum(leaf.itemsize_bytes * whole(leaf.shape).numel for leaf in leaves if not leaf.shape[1:])
     assert sum(load["needed_bytes"] for load in told["ranks"]) == cut + world * rest
+
+
+def test_a_restore_on_one_rank_asks_for_just_what_was_foretold(cli: Cli, wide: Path) -> None:
+    load = cli("show", wide, "--reshard", "world=1", "--json").json["ranks"][0]
+    state = {
+        "tall": torch.zeros(10, 400),
+        "short": torch.zeros(3, 100),
+        "empty": torch.zeros(0, 7),
+        "scalar": torch.tensor(0.0),
+        "plain": {"cursor": 0},
+    }
+    with open_run(str(wide)) as run:
+        counted = FaultyStore(run.store)
+        done = restore_into(counted, run.commit(1), state, subset=True, internal="ftckpt")
+
+    reads = [call.key.partition("/")[0] for call in counted.log if call.op == "read"]
+    assert reads.count("packs") == load["requests"] and reads.count("fragments") == load["fragments"] == 1
+    assert load["fetched_bytes"] >= done.fetched_bytes and state["plain"] == {"cursor": 7}
 
 
 @pytest.mark.parametrize("rows, world", [(10, 4), (3, 2), (3, 8), (0, 3), (8, 8), (1, 1)])

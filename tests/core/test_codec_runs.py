@@ -362,6 +362,10 @@ def test_one_flipped_byte_of_any_pack_is_named_and_nothing_wrong_is_read(tmp_pat
         assert problems and {p.key for p in problems} == {str(path.relative_to(folder))}
         bad = {p.step for p in problems}
         for step in sorted(bad)[:1]:
+            leaves = {str(p.error.facts.get("leaf")) for p in problems if p.step == step}
+            if leaves <= {"rng@g0.0", "ftckpt"}:  # which a restore without a session leaves alone
+                assert same(restored(folder, step), seen[step])
+                continue
             with pytest.raises(ftckpt.FtckptError):
                 restored(folder, step)
         for step in [step for step in seen if step not in bad][:2]:

@@ -21,9 +21,19 @@ from ftckpt.codec import RAW
 from ftckpt.errors import ChunkCorrupt, StoreUnavailable
 from ftckpt.events import Event, silent
 from ftckpt.leaf import LeafSpec
-from ftckpt.manifest import SCALE, ChunkRecord, FragmentRef, LeafRange, Position, fraction, may_hold
+from ftckpt.manifest import (
+    SCALE,
+    ChunkRecord,
+    Commit,
+    FragmentRef,
+    LeafRange,
+    Position,
+    fraction,
+    may_hold,
+)
 from ftckpt.plan.assign import PARTS, SMALLEST_PART_BYTES, chunk_spans
-from ftckpt.plan.restore import Fetch, Placement, index_chunks, plan_restore, relevant
+from ftckpt.plan.listing import relevant
+from ftckpt.plan.restore import Fetch, Placement, index_chunks, plan_restore
 from ftckpt.reader import ReadSettings, check_packs, fetch, read_fragments
 from ftckpt.session.pacing import Pacing
 from ftckpt.store import RetryStore, open_store
@@ -202,7 +212,7 @@ def test_the_fragments_to_read_are_exactly_those_that_can_hold_a_want(found, wan
         )
     ]
 
-    assert relevant(found, wants) == expected
+    assert relevant(Commit(format=1, attempt=1, step=1, fragments=tuple(found)), wants) == expected
 
 
 # --- eighths ------------------------------------------------------------------------------------

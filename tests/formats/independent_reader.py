@@ -141,6 +141,7 @@ class Run:
             body = self.get(key)
             require(len(body) == size and hexdigest(body) == digest, f"{key} is not what was committed")
             self.read_fragment(record(unpack_record, body), at, step, pieces)
+        check_list(commit, step.leaves)
         for name, leaf in step.leaves.items():
             leaf.data = assemble(name, leaf, pieces[name])
             if leaf.kind == "value":
@@ -240,6 +241,25 @@ def check_leaf(name: str, leaf: Leaf) -> None:
     if leaf.kind == "value":
         require(leaf.dtype == "uint8" and len(leaf.shape) == 1, f"{name} is no packed value")
         require(leaf.shape[0] <= (1 << 32) + 5, f"{name} is larger than can be")
+
+
+def check_list(commit: dict[str, Any], found: dict[str, Leaf]) -> None:
+    """A commit that lists its leaves lists these [3]."""
+    groups, own = commit.get("leaves", []), commit.get("own", [])
+    if not groups and not own:
+        return
+    listed: dict[str, Leaf] = {}
+    for kind, dtype, shape, _cut, names, *_ in groups:
+        listed |= {name: Leaf(kind, dtype, tuple(shape), "") for name in names}
+    require(
+        listed == {name: leaf for name, leaf in found.items() if not leaf.owner}, "another list of leaves"
+    )
+    values = {f"{path}@{owner}" for owner, paths, *_ in own for path in paths}
+    owned = {name: leaf for name, leaf in found.items() if leaf.owner}
+    require(values == {n for n, leaf in owned.items() if leaf.kind == "value"}, "another list of own values")
+    require({row[0] for row in own} == {leaf.owner for leaf in owned.values()}, "another list of owners")
+    numbers = {number for row in own for number in row[2]}
+    require(numbers <= set(range(len(commit.get("fragments", [])))), "a fragment that there is not")
 
 
 def check_box(name: str, leaf: Leaf, offset: tuple[int, ...], extent: tuple[int, ...]) -> None:

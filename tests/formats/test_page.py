@@ -20,6 +20,7 @@ STRUCTS: dict[str, Any] = {
     name: kind
     for name, kind in vars(manifest).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and not name.startswith("_")
+    if kind.__module__ == manifest.__name__
 }
 SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL))
 

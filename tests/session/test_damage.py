@@ -43,7 +43,7 @@ def test_no_flipped_or_cut_byte_ever_shows_in_the_live_state(tmp_path):
                 assert same_or_saved(tensor, before.get(name), saved.tensors()[name]), (key, name)
             assert toy.plain() == plain and toy.cursor.loads == 0, key
         else:
-            assert key not in needed, key
+            assert key not in needed or is_of_the_session_alone(folder, key), key
             assert {k: v for k, v in toy.bits().items() if k != "rng"} == {
                 k: v for k, v in saved.bits().items() if k != "rng"
             }
@@ -57,6 +57,14 @@ def test_no_flipped_or_cut_byte_ever_shows_in_the_live_state(tmp_path):
     incomplete = [error for _, error in refusals if isinstance(error, RestoreIncomplete)]
     assert incomplete and all(set(e.components) <= {"actor", "optim", "buffer"} for e in incomplete)
     assert {key for key, _ in refusals} >= needed - {"run.json"}
+
+
+def is_of_the_session_alone(folder: Path, key: str) -> bool:
+    """Whether what is damaged is the state of generators, or a session's own: nothing that this restores."""
+    with ftckpt.open(folder) as found:
+        problems = [problem for problem in found.verify(20) if problem.key == key]
+    leaves = {problem.error.facts.get("leaf") for problem in problems}
+    return bool(leaves) and leaves <= {"rng@g0.0", "ftckpt"}
 
 
 def damaged(whole: bytes, draw: random.Random) -> bytes:
