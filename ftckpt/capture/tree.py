@@ -392,7 +392,11 @@ class Inflating:
             return self._tensor(node, live, path, key)
         if isinstance(node, _DICTS):
             return self._dict(node, live, path)
-        if isinstance(node, (list, tuple, deque)):
+        if type(node) in (
+            list,
+            tuple,
+            deque,
+        ):  # not a torch.Size, which is a tuple too and holds only numbers
             return self._sequence(node, live, path)
         if isinstance(node, np.ndarray):
             return self._array(node, live, path)

@@ -26,6 +26,7 @@ from pathlib import Path
 from ftckpt.errors import (
     AccessDenied,
     AlreadyExists,
+    BucketNotFound,
     ObjectNotFound,
     StoreError,
     StoreFull,
@@ -42,6 +43,7 @@ TEMPORARY_PREFIX = ".ftckpt-tmp-"
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 _PIECE_BYTES = 1 << 20
+_TRIES = 100
 
 
 class LocalStore:
@@ -75,8 +77,7 @@ class LocalStore:
             try:
                 if os.path.lexists(path):  # spares writing a large body only to lose; ``link`` decides
                     raise FileExistsError(errno.EEXIST, "exists", str(path))
-                while not self._write_and_name(path, view(body), os.link):
-                    pass
+                self._until_named(path, view(body), os.link)
             except FileExistsError:
                 if path.is_dir():
                     raise IsADirectoryError(errno.EISDIR, "there is a folder of that name") from None
@@ -145,8 +146,7 @@ class LocalStore:
     def overwrite(self, key: str, body: Buffer) -> None:
         path = self._path(key, "overwrite")
         with self._errors("overwrite", key):
-            while not self._write_and_name(path, view(body), os.replace):
-                pass
+            self._until_named(path, view(body), os.replace)
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -158,7 +158,7 @@ class LocalStore:
             self._swept = True
             self.sweep()
         with self._errors("stream", key):
-            made = _make_folders(path.parent)
+            made = self._make_folders(path.parent)
             temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             _lock(fd)
@@ -176,11 +176,20 @@ class LocalStore:
         check_key(key, op=op, uri=self.uri)
         return self._root.joinpath(*key.split("/"))
 
+    def _until_named(self, path: Path, body: memoryview, name: Callable[[Path, Path], None]) -> None:
+        """Write it and give it its name, over again when others take away what it stands on: that is bad
+        luck once or twice, and a thing that nobody should wait for when it does not end.
+        """
+        for _ in range(_TRIES):
+            if self._write_and_name(path, body, name):
+                return
+        raise OSError(errno.EBUSY, f"its folder, or the file, was taken away by others {_TRIES} times")
+
     def _write_and_name(self, path: Path, body: memoryview, name: Callable[[Path, Path], None]) -> bool:
         """Write a temporary file, then give it its name. False when another process took the folder or
         the temporary file away: do it again.
         """
-        made = _make_folders(path.parent)
+        made = self._make_folders(path.parent)
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -209,6 +218,42 @@ class LocalStore:
             os.close(fd)
         self._sync_folders(path.parent, made)
         return True
+
+    def _make_folders(self, folder: Path) -> list[Path]:
+        """Those of the folder and its parents that this call made.
+
+        A collector prunes folders of the run while others make them, and that is noticed when the file
+        is opened. Nobody prunes the run's own folder or those above it: what fails there does so for good.
+        """
+        missing: list[Path] = []
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        made: list[Path] = []
+        for path in reversed(missing):
+            try:
+                path.mkdir()
+            except FileNotFoundError:
+                if self._root not in path.parents:
+                    raise self._no_folder(path, "the system makes no folder there") from None
+            except FileExistsError:
+                if path.is_symlink() and not path.exists():
+                    why = f"it is a link to {path.readlink()}, which is not there; is its disk mounted?"
+                    raise self._no_folder(path, why) from None
+                if path.exists() and not path.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(path)) from None
+            else:
+                made.append(path)
+        return made
+
+    def _no_folder(self, path: Path, why: str) -> BucketNotFound:
+        return BucketNotFound(
+            f"{self.uri}: the folder {path} is absent and cannot be made: {why}\n"
+            "  nothing was written; mount it, or choose another place",
+            op="create",
+            key=str(path),
+            uri=self.uri,
+        )
 
     def _sync_folders(self, folder: Path, made: Sequence[Path]) -> None:
         """Make the new name durable, and every folder on the way to it.
@@ -339,25 +384,6 @@ def _write_all(fd: int, body: memoryview) -> None:
             os.posix_fadvise(fd, written_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
         written_bytes += size_bytes
         body = body[size_bytes:]
-
-
-def _make_folders(folder: Path) -> list[Path]:
-    """Those of the folder and its parents that this call made."""
-    missing: list[Path] = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    made: list[Path] = []
-    for path in reversed(missing):
-        with contextlib.suppress(FileNotFoundError):  # a collector pruned its parent; noticed at open
-            try:
-                path.mkdir()
-            except FileExistsError:
-                if path.exists() and not path.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(path)) from None
-            else:
-                made.append(path)
-    return made
 
 
 def _sync_folder(folder: Path) -> None:

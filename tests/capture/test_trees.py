@@ -101,6 +101,19 @@ def test_plain_values_next_to_tensors_are_restored_with_their_types():
     )
 
 
+@pytest.mark.parametrize("before", [None, torch.Size([9]), (), [0]])
+def test_a_torch_size_comes_back_as_one_wherever_it_stands(before):
+    sizes = {"alone": torch.Size([1, 2]), "within": (torch.Size([3]), [torch.Size([])]), "w": torch.ones(2)}
+    live = {"t": {"alone": before, "within": (before,), "w": torch.zeros(2)}, "c": before}
+
+    restore(save({"t": sizes, "c": torch.Size([4])}), live)
+
+    assert live["t"]["alone"] == (1, 2) and live["t"]["within"] == ((3,), [()]) and live["c"] == (4,)
+    within = live["t"]["within"]
+    found = [live["c"], live["t"]["alone"], within[0], within[1][0]]
+    assert {type(size) for size in found} == {torch.Size} and type(within) is tuple
+
+
 def test_a_number_that_is_a_component_is_replaced_in_the_state_itself():
     live = {"epoch": 0, "name": "", "lr": Frozen(0.0)}
 

@@ -154,6 +154,28 @@ def test_a_full_disk_costs_the_save_and_neither_the_training_nor_the_commit_befo
         assert torch.equal(restored["t"], torch.arange(2000.0) + 15)
 
 
+@pytest.mark.timeout(60)
+def test_a_disk_that_goes_away_costs_the_saves_and_not_the_training(tmp_path):
+    """The run's folder is behind a link, as to a mounted disk: what cannot be made again is told at once."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    toy, heard = Toy(), Heard()
+    session = ftckpt.Session(tmp_path / "runs" / "one", toy.state, save_every=1, keep=None, events=heard)
+    with session:
+        for step in session.steps(until=8):
+            toy.train(step)
+            if step == 2:
+                wait_until(lambda: heard.named("save.committed"), 20, "a commit")
+                (tmp_path / "disk").rename(tmp_path / "gone")
+            if step == 4:
+                wait_until(lambda: heard.named("save.failed"), 20, "a save to fail")
+                (tmp_path / "gone").rename(tmp_path / "disk")
+
+    assert any("is its disk mounted?" in event["error"] for event in heard.named("save.failed"))
+    with ftckpt.open(tmp_path / "runs" / "one") as found:
+        assert found.commits()[0].step == 8 and found.verify() == []
+
+
 def test_a_full_disk_at_the_last_save_is_raised(tmp_path):
     with mounted(tmp_path / "disk", "size=1m"):
         folder, state = tmp_path / "disk" / "run", {"t": torch.arange(2000.0)}

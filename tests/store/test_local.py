@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.errors import AlreadyExists, StoreError, StoreFull, UnsafeStore
+from ftckpt.errors import AlreadyExists, BucketNotFound, StoreError, StoreFull, StoreUnavailable, UnsafeStore
 from ftckpt.store import LocalStore, local
 from ftckpt.store.local import TEMPORARY_PREFIX
 
@@ -159,5 +159,54 @@ def test_a_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
 
     with pytest.raises(UnsafeStore, match="hard links"):
         LocalStore(tmp_path).create("a", b"x")
+
+    assert files(tmp_path) == []
+
+
+# --- folders that cannot be made, and what is taken away without end -------------------------------
+
+WRITES = {
+    "create": lambda store: store.create("a/b", b"x"),
+    "overwrite": lambda store: store.overwrite("a/b", b"x"),
+    "stream": lambda store: store.stream("a/b"),
+}
+timeout = pytest.mark.timeout(30)
+
+
+@timeout
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("at", ["runs", "runs/one", "runs/one/a"])
+def test_a_link_to_a_disk_that_is_not_there_is_named_at_once(tmp_path, at, write):
+    link = tmp_path / at
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "unmounted")
+
+    with pytest.raises(BucketNotFound, match=rf"{link} .*{tmp_path / 'unmounted'}.*is its disk mounted"):
+        WRITES[write](LocalStore(tmp_path / "runs" / "one"))
+
+    (tmp_path / "unmounted").mkdir()
+    WRITES[write](LocalStore(tmp_path / "runs" / "one"))  # it is back
+
+
+@timeout
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("root", ["/proc/ftckpt", "/proc/ftckpt/deep/run"])
+def test_a_folder_where_the_system_makes_none_is_refused_at_once(root, write):
+    with pytest.raises(StoreError, match=r"/proc/ftckpt .*cannot be made"):
+        WRITES[write](LocalStore(root))
+
+
+@timeout
+@pytest.mark.parametrize(("write", "named_by"), [("create", "link"), ("overwrite", "replace")])
+def test_a_file_that_is_taken_away_again_and_again_is_given_up_for_the_moment(
+    tmp_path, monkeypatch, write, named_by
+):
+    def taken_away(source, target):
+        raise FileNotFoundError(errno.ENOENT, "No such file", str(source))
+
+    monkeypatch.setattr(local.os, named_by, taken_away)
+
+    with pytest.raises(StoreUnavailable, match="taken away by others 100 times"):
+        WRITES[write](LocalStore(tmp_path))
 
     assert files(tmp_path) == []
