@@ -269,7 +269,18 @@ class SettingsDiffer(SettingsError):
 
 
 class NotEntered(FtckptError, RuntimeError):
-    """A session was used before it was entered, or after it was left."""
+    """A session was used before it was entered, after it was left, or in another process (a fork)."""
+
+
+def in_another_process(what: str, theirs: int, ours: int) -> NotEntered:
+    """``what`` was done by process ``theirs``, and is of no use in this one, forked from it."""
+    return NotEntered(
+        f"NotEntered: {what} by process {theirs}; this is process {ours}, forked from it\n"
+        "  its threads are not here, so nothing would ever end; the run and the other process were left alone\n"
+        "  save, wait and train in the process that entered the session",
+        pid=theirs,
+        here=ours,
+    )
 
 
 class ExtraMissing(FtckptError, ImportError):

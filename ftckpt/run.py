@@ -15,6 +15,7 @@ import xxhash
 
 from ftckpt import layout
 from ftckpt.attempts import Look, choose, find_run, look, read_claim, read_start
+from ftckpt.bounds import require_address, require_flag, require_options
 from ftckpt.boxes import Box, whole
 from ftckpt.contents import Contents, contents
 from ftckpt.errors import CorruptError, ObjectDamaged, ObjectNotFound, StateMismatch, StoreError
@@ -408,5 +409,13 @@ def _damaged(key: str, what: str) -> Problem:
 def open_run(
     uri: str, *, store_options: Mapping[str, object] | None = None, allow_unconditional: bool = True
 ) -> Run:
-    """Open a run for reading. Raises ``RunNotFound`` when the address holds none."""
+    """Open a run for reading.
+
+    Raises:
+        RunNotFound: the address holds none.
+        SettingsError: an argument that has no meaning. Nothing was read.
+    """
+    require_address("uri", uri)
+    require_options(store_options)
+    require_flag("allow_unconditional", allow_unconditional)
     return Run(open_store(uri, options=store_options, allow_unconditional=allow_unconditional))

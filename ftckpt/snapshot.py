@@ -26,7 +26,7 @@ from ftckpt.births import let_go
 from ftckpt.capture import LiveLeaf, as_bytes_view
 from ftckpt.clock import Clock
 from ftckpt.colocation import HostBudget, Unshared
-from ftckpt.errors import SaveFailed
+from ftckpt.errors import SaveFailed, first_line
 from ftckpt.leaf import Holding
 from ftckpt.manifest import ChunkRecord, PackRef, ReplicaDigest
 from ftckpt.plan.assign import ChunkTask
@@ -158,7 +158,10 @@ class StagingPool:
             self._give(block)
 
     def take(self, size: int) -> Bytes | None:
-        """A block of at least ``size`` bytes, or ``None`` when the budget, or the room, is used up."""
+        """A block of at least ``size`` bytes, or ``None`` when the budget, or the room, is used up.
+
+        Raises ``SaveFailed`` when the shared budget raises, as ``put``, ``clear`` and ``touch`` do too.
+        """
         with self._lock:
             if self.budget_bytes is not None and self._used_bytes + size > self.budget_bytes:
                 return None
@@ -209,14 +212,26 @@ class StagingPool:
         self.clear()
 
     def _new(self, size: int) -> Bytes | None:
-        if not self._shared.take(size):
+        if not self._reserve(size):
             return None
         block = self._allocate(size)
         got_bytes = size if block is None else block.size
-        if block is not None and (got_bytes == size or self._shared.take(got_bytes - size)):
+        if block is not None and (got_bytes == size or self._reserve(got_bytes - size)):
             return block
-        self._shared.give(size)
+        self._return(size)
         return None
+
+    def _reserve(self, size: int) -> bool:
+        try:
+            return self._shared.take(size)
+        except Exception as error:
+            raise _budget_failed(f"take({size})", error) from error
+
+    def _return(self, size: int) -> None:
+        try:
+            self._shared.give(size)
+        except Exception as error:
+            raise _budget_failed(f"give({size})", error) from error
 
     def _drop_free(self) -> int:
         if self._keeps:
@@ -224,8 +239,18 @@ class StagingPool:
         freed_bytes = sum(size * len(blocks) for size, blocks in self._free.items())
         self._free.clear()
         self._sizes.clear()
-        self._shared.give(freed_bytes)
+        self._return(freed_bytes)
         return freed_bytes
+
+
+def _budget_failed(call: str, error: Exception) -> SaveFailed:
+    return SaveFailed(
+        f"SaveFailed: the budget that staging memory is taken from raised {type(error).__name__} "
+        f"in {call}: {first_line(error)}\n"
+        "  nothing of this step will be readable; earlier commits are intact and training goes on\n"
+        "  mend the object that was given as budget=",
+        error=type(error).__name__,
+    )
 
 
 # --- staged --------------------------------------------------------------------------------------
@@ -589,6 +614,9 @@ class Live:
                     block = self._pool.take(size)
                 except MemoryError:
                     self._give_up(f"SaveFailed: there are no {size} bytes of memory for staging")
+                    break
+                except SaveFailed as error:
+                    self._give_up(error.message)
                     break
                 if block is not None:
                     self._state[number] = _State.READING

@@ -8,6 +8,7 @@ stops training and is never silent.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -43,6 +44,7 @@ from ftckpt.errors import (
     StoreError,
     StoreGone,
     first_line,
+    in_another_process,
 )
 from ftckpt.events import Event, Events, silent
 from ftckpt.freshness import Stale, find_stale
@@ -207,6 +209,7 @@ class SaveHandle:
         self._future: Future[Commit] = Future()
         self._durable = durable
         self._look = look
+        self._pid = os.getpid()
 
     @property
     def done(self) -> bool:
@@ -228,7 +231,10 @@ class SaveHandle:
             SaveError: the step did not become readable, and why.
             Fenced: a newer attempt owns the run.
             TimeoutError: it has not ended in ``timeout_s``; it goes on.
+            NotEntered: this is a fork of the process that saves.
         """
+        if os.getpid() != self._pid:
+            raise in_another_process(f"the save of step {self.step} was begun", self._pid, os.getpid())
         begun_s = time.monotonic()
         commit = self._wait_here(timeout_s)
         if tier == "local":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from ftckpt.begin import OnEmpty
 from ftckpt.births import no_collecting
-from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
+from ftckpt.bounds import DAY_S, SHORTEST_S, require_flag, require_number
 from ftckpt.capture import Fences, LiveLeaf, capture, left_out, left_out_now, module_leaves
 from ftckpt.clock import Clock, SystemClock
 from ftckpt.codec import Codec
@@ -52,7 +52,7 @@ from ftckpt.session.inside import Inside
 from ftckpt.session.joining import INTERNAL, Joining, Restored
 from ftckpt.session.once import is_step
 from ftckpt.session.pace import Pace
-from ftckpt.session.settings import Members, Settings
+from ftckpt.session.settings import Members, Settings, require_given
 from ftckpt.session.stop import StopSignal
 from ftckpt.session.tiered import Tiered, enter_tier, nearest
 from ftckpt.snapshot import StagingPool
@@ -152,6 +152,22 @@ class Session:
         yield_to: Callable[[], bool] | None = None,
         budget: HostBudget | None = None,
     ) -> None:
+        require_given(
+            uri=uri,
+            state=state,
+            events=events,
+            tiers=tiers,
+            store_options=store_options,
+            rename=rename,
+            launch=launch,
+            store=store,
+            clock=clock,
+            yield_to=yield_to,
+            budget=budget,
+            replica_group=replica_group,
+        )
+        require_flag("start_agent", start_agent)
+        require_flag("allow_unconditional", allow_unconditional)
         if INTERNAL in state:
             raise SettingsError(
                 f"SettingsError: the component name {INTERNAL!r} belongs to the session itself"
@@ -288,11 +304,13 @@ class Session:
         ``step`` defaults to the last finished step. Call it between optimizer steps, on every rank.
         Parameters and optimizer state are read while the trainer goes on (``stage="lazy"``): optimizer
         steps and ``load_state_dict`` are waited for, and so is what stands in ``mutating()``. Writes
-        through ``.data`` or NumPy are invisible: put them into ``mutating()``.
+        that no hook sees are invisible: through ``.data``, NumPy or ``untyped_storage()``, and by fused kernels
+        that are called as functions (``torch._fused_adamw_``). Put them into ``mutating()``.
 
         Raises:
             UnsupportedValue: something in the state cannot be saved faithfully; it is named.
             SaveFailed: this step was saved already.
+            NotEntered: this is another process than the one that entered the session, such as a fork of it.
         """
         return self._save_here(step, last=False)
 
@@ -438,6 +456,11 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        inside = self._entered
+        if inside is not None and inside.is_elsewhere:  # the run is the other process's: leave it alone
+            self._stop.remove()
+            self._entered = None
+            return
         inside = self._inside()
         self._stop.remove()
         try:
@@ -477,6 +500,7 @@ class Session:
     def _inside(self) -> Inside:
         if self._entered is None:
             raise NotEntered("use a Session as a context: `with ftckpt.Session(...) as ckpt:`")
+        self._entered.require_here()
         return self._entered
 
     def _shared_settings(self) -> dict[str, object]:
@@ -568,7 +592,7 @@ class Session:
 
     def _before_change(self, what: str, *, frozen_too: bool = True) -> None:
         """The fence, on the thread that is about to change captured memory."""
-        if self._entered is not None:
+        if self._entered is not None and not self._entered.is_elsewhere:
             self._entered.fence(what, frozen_too=frozen_too)
 
     def _exactness(self, groups: int) -> tuple[Guarantee, tuple[str, ...]]:

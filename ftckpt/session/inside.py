@@ -6,6 +6,7 @@ Here a snapshot is taken and fenced. When to save, and what becomes of it, is th
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from ftckpt.capture import Fences, LiveLeaf
 from ftckpt.clock import SystemClock
 from ftckpt.colocation import Gate
-from ftckpt.errors import FtckptError
+from ftckpt.errors import FtckptError, in_another_process
 from ftckpt.events import Event, Events
 from ftckpt.gc import collect
 from ftckpt.layout import Writer
@@ -68,6 +69,17 @@ class Inside:
     left_out: tuple[str, ...] = ()
     """What no save of this session holds."""
     _janitor: threading.Thread | None = field(default=None)
+    _pid: int = field(default_factory=os.getpid)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is a fork of the process that entered, where no thread of it lives."""
+        return os.getpid() != self._pid
+
+    def require_here(self) -> None:
+        """Raises ``NotEntered`` in a fork of the process that entered: nothing would ever end there."""
+        if self.is_elsewhere:
+            raise in_another_process("this session was entered", self._pid, os.getpid())
 
     def watch(self, fences: Fences) -> None:
         """Hear of changes from now on; have the pool's memory ready for a first fence."""

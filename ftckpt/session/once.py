@@ -7,6 +7,16 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Literal
 
+from ftckpt.bounds import (
+    can,
+    require,
+    require_address,
+    require_flag,
+    require_folders,
+    require_listener,
+    require_options,
+    require_state,
+)
 from ftckpt.errors import SettingsError
 from ftckpt.events import Events, to_logging
 from ftckpt.jointly import restore_chosen
@@ -73,6 +83,16 @@ def restore(
     """
     from ftckpt.run import Run
 
+    require_address("uri", uri)
+    require_state(state)
+    require("only", only, only is None or isinstance(only, Iterable), "a name, several names, or None")
+    rules = 'rules as {"name when saved": "name here"}, or None'
+    require("rename", rename, rename is None or isinstance(rename, Iterable), rules)
+    require_flag("strict", strict)
+    require_folders("tiers", tiers)
+    require_options(store_options)
+    require_listener(events)
+    require("progress", progress, progress is None or can(progress, "__call__"), "a callable, or None")
     if step not in ("latest", None) and not is_step(step):
         raise SettingsError(f'SettingsError: step={step!r} has no meaning; give a step\'s number or "latest"')
     wish = asked(only=only, rename=rename, dtype=dtype, strict=strict)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ftckpt.begin import OnEmpty
-from ftckpt.bounds import DAY_S, SHORTEST_S, require_number
+from ftckpt.bounds import (
+    DAY_S,
+    SHORTEST_S,
+    can,
+    require,
+    require_address,
+    require_flag,
+    require_folders,
+    require_listener,
+    require_number,
+    require_options,
+    require_state,
+)
 from ftckpt.codec import Codec
 from ftckpt.elastic.launch import Launch
 from ftckpt.errors import SettingsError
@@ -30,6 +42,8 @@ _NUMBERS: dict[str, tuple[float, float, bool, bool]] = {
     "fence_deadline_s": (SHORTEST_S, DAY_S, False, False),
 }
 """Every number among the settings: least, most, whole, and whether ``None`` means something."""
+
+_FLAGS = ("fallback", "verify_snapshot", "derives_seeds", "check_replicas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (low, high, whole, optional) in _NUMBERS.items():
             require_number(name, getattr(self, name), low=low, high=high, whole=whole, optional=optional)
+        for name in _FLAGS:
+            require_flag(name, getattr(self, name))
         if self.mtbf_s is not None and self.save_every.kind != "auto":
             raise SettingsError(
                 f'SettingsError: mtbf_s={self.mtbf_s!r} has no meaning without save_every="auto"\n'
@@ -158,3 +174,53 @@ class Members(Protocol):
         ...
 
     def close(self, timeout_s: float = 5.0) -> None: ...
+
+
+def require_given(*, uri: object, state: object, events: object, **others: object) -> None:
+    """The objects that a session is given, each looked at before anything is begun; ``None`` among
+    ``others``: not given.
+
+    Raises:
+        SettingsError: one that is not what its place is for.
+    """
+    require_address("uri", uri)
+    require_state(state)
+    require_listener(events)
+    for name, value in others.items():
+        if value is not None:
+            _GIVEN[name](name, value)
+
+
+def _with_methods(wanted: str, *methods: str) -> Callable[[str, object], None]:
+    def check(name: str, value: object) -> None:
+        require(name, value, can(value, *methods), f"{wanted}, or None")
+
+    return check
+
+
+def _launch(name: str, value: object) -> None:
+    require(name, value, isinstance(value, Launch), "an ftckpt.elastic.Launch, or None")
+
+
+def _rules(name: str, value: object) -> None:
+    fits = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    require(name, value, fits, 'rules as {"name when saved": "name here"}, or None')
+
+
+_GIVEN: dict[str, Callable[[str, object], None]] = {
+    "tiers": require_folders,
+    "store_options": lambda _, value: require_options(value),
+    "rename": _rules,
+    "launch": _launch,
+    "store": _with_methods(
+        "an ftckpt.store.ObjectStore", "create", "read", "size", "scan", "delete", "overwrite", "close"
+    ),
+    "clock": _with_methods("an ftckpt.clock.Clock, with now_s() and sleep()", "now_s", "sleep"),
+    "yield_to": _with_methods("a callable without arguments that says whether to hold back", "__call__"),
+    "budget": _with_methods(
+        "an ftckpt.colocation.HostBudget, with take(bytes) and give(bytes)", "take", "give"
+    ),
+    "replica_group": _with_methods(
+        "an ftckpt.elastic.ReplicaGroup", "settle", "register_save", "wish", "close"
+    ),
+}

@@ -208,6 +208,25 @@ def test_memory_that_never_comes_gives_the_save_up_and_training_goes_on(tmp_path
     assert told(job, "save.failed")[0]["stage"] == "fence"
 
 
+class Broken(SharedBudget):
+    """Somebody's budget with a mistake in it."""
+
+    def take(self, size_bytes: int) -> bool:
+        raise RuntimeError("the budget is broken")
+
+
+def test_a_budget_that_fails_fails_the_save_and_not_the_training(tmp_path):
+    job = Job(tmp_path / "run", budget=Broken(1 << 30), fence_deadline_s=60)
+    with held_save(job) as handle:
+        job.step()
+        job.gate.release()
+        with pytest.raises(SaveError, match=r"budget .* raised RuntimeError .*the budget is broken"):
+            handle.wait(20)
+        job.session._at.saved = 1
+
+    assert told(job, "save.failed")[0]["stage"] == "fence"
+
+
 def test_a_block_of_another_size_makes_room_for_one_that_is_needed(tmp_path):
     """Blocks that are kept for reuse must not use up the budget of those that are not there."""
     budget = SharedBudget(4096)

@@ -30,7 +30,7 @@ from ftckpt.errors import (
 from ftckpt.events import silent
 from ftckpt.manifest import RunRecord, encode
 from tests.session.toy import Heard, Toy, objects, straight
-from tests.support.procs import wait_until
+from tests.support.procs import run_ranks, wait_until
 
 
 def enter(uri, state=None, **options):
@@ -77,6 +77,26 @@ def test_an_absent_step_is_refused_and_no_attempt_is_claimed(two_steps):
         {"max_failed_saves": True},
         {"codec": "lz4"},
         {"chunk_bytes": -1},
+        {"tiers": [None]},
+        {"tiers": [1]},
+        {"tiers": "/dev/shm/run"},
+        {"tiers": 3},
+        {"store_options": "x"},
+        {"store_options": []},
+        {"budget": 3},
+        {"clock": 3},
+        {"launch": 3},
+        {"store": 3},
+        {"replica_group": 3},
+        {"yield_to": 3},
+        {"events": None},
+        {"rename": 3},
+        {"start_agent": "no"},
+        {"allow_unconditional": 1},
+        {"derives_seeds": 0},
+        {"verify_snapshot": "x"},
+        {"check_replicas": "x"},
+        {"fallback": "x"},
     ],
     ids=str,
 )
@@ -85,6 +105,41 @@ def test_a_setting_without_a_meaning_is_refused_before_anything_is_opened(tmp_pa
         ftckpt.Session(tmp_path / "run", {}, **options)
     assert isinstance(refusal.value, ValueError)
     assert next(iter(options)).split("_")[0] in str(refusal.value)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("state", [None, [], torch.nn.Linear(2, 2), torch.ones(2)], ids=repr)
+def test_a_state_that_names_nothing_is_refused_with_an_example(two_steps, state):
+    before = objects(two_steps)
+    for use in (lambda: ftckpt.Session(two_steps, state), lambda: ftckpt.restore(two_steps, state)):
+        with pytest.raises(SettingsError, match=r'\{"actor": model') as refusal:
+            use()
+        assert type(state).__name__ in str(refusal.value) and len(str(refusal.value).splitlines()) == 2
+    assert objects(two_steps) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"uri": 3},
+        {"uri": b"/tmp"},
+        {"only": 3},
+        {"rename": 3},
+        {"strict": "no"},
+        {"tiers": None},
+        {"tiers": [1]},
+        {"store_options": "x"},
+        {"events": 3},
+        {"progress": 3},
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_type_is_refused_by_restore_and_open(two_steps, options):
+    with pytest.raises(SettingsError, match=next(iter(options))):
+        ftckpt.restore(**{"uri": two_steps, "state": {}} | options)
+    if {"uri", "store_options"} & set(options):
+        with pytest.raises(SettingsError, match=next(iter(options))):
+            ftckpt.open(**{"uri": str(two_steps)} | options)
 
 
 def test_a_component_may_not_have_the_name_of_the_sessions_own(tmp_path):
@@ -340,6 +395,24 @@ def test_a_step_that_is_no_step_is_refused_at_the_call(tmp_path, step):
 def test_a_session_that_is_not_entered_says_so(tmp_path):
     with pytest.raises(ftckpt.FtckptError, match="as a context"):
         ftckpt.Session(tmp_path / "run", {"t": torch.ones(2)}).save(1)
+
+
+@pytest.mark.timeout(150)
+def test_a_fork_of_the_process_that_entered_is_told_so_and_leaves_the_run_alone(tmp_path):
+    """No thread of the session lives there: what would wait for one is refused, and nothing is written."""
+    gang = run_ranks("tests/ranks/session_in_a_fork.py", 1, tmp_path, timeout_s=140).check()
+
+    (told,) = gang.outputs
+    for what in ("save", "wait", "steps", "attempt", "yielding"):
+        assert f"{what}: NotEntered: " in told, told
+    assert "optimizer step: fine" in told and "left\n" in told and "child 0" in told, told
+    assert steps_of(tmp_path / "run") == [3, 2, 1, 0]
+
+
+def steps_of(folder: Path) -> list[int]:
+    with ftckpt.open(folder) as found:
+        assert found.verify() == []
+        return [commit.step for commit in found.commits()]
 
 
 def test_a_supervised_session_saves_to_the_run_it_was_started_for_and_no_other(tmp_path):
