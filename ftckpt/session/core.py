@@ -625,7 +625,7 @@ class Session:
         if turn.step == 1 and self._at.restored is None and group.peers_saved is None:
             self.save(0)
 
-    def _boundary(self, *, last: bool) -> bool:
+    def _boundary(self, *, last: bool = False) -> bool:
         """Between two steps: hear of the background, save what is due. True: end the loop. ``last``: it ends
         anyway.
         """

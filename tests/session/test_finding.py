@@ -270,7 +270,7 @@ def save_20(folder, plan) -> FaultyStore:
     """Go on to step 20 and save it, on a store that fails once training has begun."""
     toy, store = Toy(seed=9), FaultyStore(open_store(folder))
     try:
-        with ftckpt.Session("ignored", toy.state, store=store, keep=1, deadline_s=10) as session:
+        with ftckpt.Session("ignored", toy.state, store=store, keep=1, deadline_s=60) as session:
             for step in session.steps(until=20):
                 toy.train(step)
                 if step == 20:
