@@ -333,6 +333,7 @@ class SaveEngine:
         self._outcome = Outcome()
         self._thread: threading.Thread | None = None
         self._current: tuple[SaveJob, SaveHandle] | None = None
+        self._suspected_s: float | None = None
 
     def start(self) -> None:
         """Begin working. The thread is no daemon: the process does not end with a save under way
@@ -375,9 +376,16 @@ class SaveEngine:
     def _tell_of_silence(self) -> None:
         """A store that answered nothing for as long as a save may take has failed those that are that old,
         though a call may hang and this engine's thread with it. When it comes back they are given up for all.
+
+        Told at the second look: where this whole process stood still, the first finds the same.
         """
-        silent_s, deadline_s = self._hanging_s, self._settings.patience.deadline_s
+        silent_s, deadline_s, now_s = self._hanging_s, self._settings.patience.deadline_s, time.monotonic()
         if silent_s <= deadline_s:
+            self._suspected_s = None
+            return
+        if self._suspected_s is None:
+            self._suspected_s = now_s
+        if now_s - self._suspected_s < LOOK_EVERY_S:
             return
         for job, handle in tuple(self._jobs):
             if not handle.done and job.meter.age_s > deadline_s:
@@ -387,6 +395,8 @@ class SaveEngine:
                     uri=self._ledger.uri,
                     silent_s=silent_s,
                 )
+                self._store.give_up()
+                self._ledger.give_up()
                 self._failed(job, handle, _failed(job.expected.at, gone), ended=False)
 
     def _given_up(self, job: SaveJob) -> SaveJob:
@@ -604,8 +614,17 @@ class SaveEngine:
             with job.meter.spent("prepare"):
                 self._journal.begin(job, expected)
                 reusable = self._reusable()
+            alone = self._ledger is self._store  # else packs of others are in tiers of theirs
             fragment = write_share(
-                self._store, job, expected, self._me, self._settings, reusable, self._learned, self._events
+                self._store,
+                job,
+                expected,
+                self._me,
+                self._settings,
+                reusable,
+                self._learned,
+                self._events,
+                look=alone,
             )
             with job.meter.spent("put"):
                 put_fragment(self._store, fragment, self._me)
@@ -744,9 +763,12 @@ def write_share(
     reusable: Mapping[str, Sequence[Saved]],
     learned: Learned | None = None,
     events: Events = silent,
+    *,
+    look: bool = False,
 ) -> Fragment:
     """Stream a snapshot into packs; returns the fragment that names them. On return every pack is
-    durable, and nothing is readable yet. Without ``learned`` nothing is left to a next save.
+    durable, and nothing is readable yet. Without ``learned`` nothing is left to a next save. ``look``: see
+    that packs of earlier steps that it refers to are in this store.
     """
     learned = learned or Learned(Bases(0), Rates(settings.encode_threads))
     snapshot = job.snapshot
@@ -797,6 +819,8 @@ def write_share(
             )
         )
         refs = packs.finish()
+        if look:
+            packs.look_for_earlier(settings.look_again_s)
     puts = {"packs": len(refs) - packs.referred, **_told(job.meter, "put", "put", "put_wait")}
     events(Event("save.put", {"step": expected.at.step, **puts}))
     return Fragment(
@@ -1048,7 +1072,7 @@ class _Packs:
         self._meter, self._gate = job.meter, job.gate
         self._snapshot = snapshot
         self._rates, self._digests, self._seen_s = learned.rates, learned.packs, learned.seen_s
-        self._pack_bytes, self._look_again_s = pack_bytes, settings.look_again_s
+        self._pack_bytes = pack_bytes
         self._pool = Workers(settings.packs_in_flight, "ftckpt-put")
         self._slots = threading.BoundedSemaphore(settings.packs_in_flight)
         self.referred = 0
@@ -1111,17 +1135,12 @@ class _Packs:
             self._flush(base)
         for put in self._puts:
             self._pool.result(put)
-        self._look_for_earlier()
         return tuple(self._refs)
 
-    def _look_for_earlier(self) -> None:
+    def look_for_earlier(self, again_s: float) -> None:
         """Packs of earlier steps are there, as far as nobody asked lately: somebody may have deleted them."""
         now_s = time.monotonic()
-        asked = [
-            ref
-            for ref in self._refs
-            if now_s - self._seen_s.get(ref.key, -self._look_again_s) >= self._look_again_s
-        ]
+        asked = [ref for ref in self._refs if now_s - self._seen_s.get(ref.key, -again_s) >= again_s]
         looks = [self._pool.submit(self._is_there, ref) for ref in asked]
         gone = [ref.key for ref, look_ in zip(asked, looks, strict=True) if not self._pool.result(look_)]
         if gone:

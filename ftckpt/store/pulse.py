@@ -29,13 +29,19 @@ class PulseStore:
         self._clock = clock
         self._answered_s = clock.now_s()
         self._asked_s: dict[int, float] = {}
+        self._given_up = False
 
     def __repr__(self) -> str:
         return f"PulseStore({self._inner!r}, deadline_s={self._deadline_s})"
 
     def begin(self) -> None:
         """Give it another chance: silence counts from now."""
+        self._given_up = False
         self._answered_s = self._clock.now_s()
+
+    def give_up(self) -> None:
+        """Take it for silent until ``begin``, whatever it answers yet."""
+        self._given_up = True
 
     @property
     def silent_s(self) -> float:
@@ -78,26 +84,25 @@ class PulseStore:
         self._inner.close()
 
     def _ask(self, op: str, key: str, call: Callable[[], T]) -> T:
-        silent_s = self.silent_s
-        if silent_s > self._deadline_s:
-            raise self._gone(op, key, silent_s)
-        me, begun_s = threading.get_ident(), self._clock.now_s()
-        self._asked_s[me] = begun_s
+        if self._given_up or self.silent_s > self._deadline_s:
+            raise self._gone(op, key)
+        me = threading.get_ident()
+        self._asked_s[me] = self._clock.now_s()
         try:
             done = call()
         except StoreError as error:
             if not error.retryable:
-                self.begin()
+                self._answered_s = self._clock.now_s()
             raise
         finally:
             del self._asked_s[me]
-        late_s = self._clock.now_s() - max(begun_s, self._answered_s)
-        if late_s > self._deadline_s:  # who waited was told that it is gone
-            raise self._gone(op, key, late_s)
-        self.begin()
+        if self._given_up:
+            raise self._gone(op, key)
+        self._answered_s = self._clock.now_s()
         return done
 
-    def _gone(self, op: str, key: str, silent_s: float) -> StoreGone:
+    def _gone(self, op: str, key: str) -> StoreGone:
+        silent_s = self.silent_s
         return StoreGone(
             f"{op} {key} in {self.uri}: the store has not answered for {silent_s:.1f} s "
             f"(deadline {self._deadline_s:g} s)\n  nothing more is asked of it in this save; the next one tries again",

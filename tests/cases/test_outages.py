@@ -384,9 +384,10 @@ def test_a_call_that_never_returns_fails_its_save_at_the_deadline_and_training_h
                     assert pause.arrived.wait(30)
                 if step == 2:
                     wait_until(lambda: running._entered.engine._hanging_s > 0.5, 30, "the deadline to pass")
+                time.sleep(0.05)
     pause.release()
 
-    assert step == 2
+    assert step > 2, "training went on until a second boundary found the call still hanging"
     assert isinstance(saved.error, SaveFailed) and "earlier commits are intact" in str(saved.error)
     assert any("step 1 is not known to be saved" in note for note in stop.value.__notes__)
 

@@ -22,7 +22,8 @@ Damage = Callable[[Path], None]
 
 def flip(path: Path) -> None:
     body = bytearray(path.read_bytes())
-    body[len(body) // 2] ^= 1
+    for at in range(0, len(body), 64):  # every chunk: what is not asked for is not read
+        body[at] ^= 1
     path.write_bytes(bytes(body))
 
 
