@@ -18,8 +18,6 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.told import number
-
 
 def main() -> None:
     folder = Path(sys.argv[1])
@@ -30,15 +28,15 @@ def main() -> None:
     with (folder / "lives").open("a") as lives:
         lives.write(f"{attempt} {group}.{rank} {life} {os.getpid()}\n")
     print(f"attempt {attempt} life {life} of {group}.{rank}", flush=True)
-    step = number(folder / "start", 0)
-    while not (stop and not (folder / "deaf").exists()) and step < number(folder / "end", 10**9):
-        code = number(folder / f"exit.{group}", -1)
-        if code < 0 and (code := number(folder / f"once.{group}", -1)) >= 0 and rank == "0":
+    step = read(folder / "start", 0)
+    while not (stop and not (folder / "deaf").exists()) and step < read(folder / "end", 10**9):
+        code = read(folder / f"exit.{group}", -1)
+        if code < 0 and (code := read(folder / f"once.{group}", -1)) >= 0 and rank == "0":
             (folder / f"once.{group}").unlink()
         if code >= 0 and rank == "0":
             sys.exit(code)
         step += 1
-        mute = number(folder / f"mute.{group}", -1)  # looked at once a step: it never begins after a vote
+        mute = read(folder / f"mute.{group}", -1)  # looked at once a step: it never begins after a vote
         tell({"phase": "asked", "step": step})
         if mute:
             tell({"phase": "begun", "step": step, "participants": [group]})
@@ -52,6 +50,13 @@ def main() -> None:
 def tell(fields: dict[str, object]) -> None:
     with Path(os.environ["FTCKPT_STATUS"]).open("a") as file:
         file.write(json.dumps({"event": "group.turn", "unix_s": time.time(), **fields}) + "\n")
+
+
+def read(path: Path, default: int) -> int:
+    try:
+        return int(path.read_text() or 0)
+    except FileNotFoundError:
+        return default
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a test tells a process through a file that may come and go at any time."""
+"""What a test tells a process of its own through a file that may come and go at any time."""
 
 from __future__ import annotations
 
