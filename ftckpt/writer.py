@@ -387,7 +387,7 @@ class SaveEngine:
             self._suspected_s = now_s
         if now_s - self._suspected_s < LOOK_EVERY_S:
             return
-        for job, handle in tuple(self._jobs):
+        for job, handle in self._under_way():
             if not handle.done and job.meter.age_s > deadline_s:
                 gone = StoreGone(
                     f"the store has not answered for {silent_s:.1f} s (deadline {deadline_s:g} s)\n"
@@ -398,6 +398,10 @@ class SaveEngine:
                 self._store.give_up()
                 self._ledger.give_up()
                 self._failed(job, handle, _failed(job.expected.at, gone), ended=False)
+
+    def _under_way(self) -> tuple[tuple[SaveJob, SaveHandle], ...]:
+        with self._changed:
+            return tuple(self._jobs)
 
     def _given_up(self, job: SaveJob) -> SaveJob:
         stalled = self._silent_s > self._settings.stall_s
@@ -460,7 +464,7 @@ class SaveEngine:
             left_s = LOOK_EVERY_S if end_s is None else end_s - time.monotonic()
             thread.join(max(0.0, min(LOOK_EVERY_S, left_s)))
             self._tell_of_silence()
-            jobs = tuple(self._jobs)
+            jobs = self._under_way()
             hangs = bool(jobs) and self._hanging_s > deadline_s and all(handle.done for _, handle in jobs)
             if thread.is_alive() and (left_s <= 0 or hangs):
                 raise TimeoutError(f"a save is still being written after {timeout_s} s")

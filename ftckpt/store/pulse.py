@@ -29,6 +29,7 @@ class PulseStore:
         self._clock = clock
         self._answered_s = clock.now_s()
         self._asked_s: dict[int, float] = {}
+        self._asking = threading.Lock()
         self._given_up = False
 
     def __repr__(self) -> str:
@@ -51,7 +52,8 @@ class PulseStore:
     @property
     def hanging_s(self) -> float:
         """As ``silent_s``, while a call is under way; else 0."""
-        asked_s = min(tuple(self._asked_s.values()), default=None)
+        with self._asking:
+            asked_s = min(self._asked_s.values(), default=None)
         return 0.0 if asked_s is None else self._clock.now_s() - max(asked_s, self._answered_s)
 
     @property
@@ -87,7 +89,8 @@ class PulseStore:
         if self._given_up or self.silent_s > self._deadline_s:
             raise self._gone(op, key)
         me = threading.get_ident()
-        self._asked_s[me] = self._clock.now_s()
+        with self._asking:
+            self._asked_s[me] = self._clock.now_s()
         try:
             done = call()
         except StoreError as error:
@@ -95,7 +98,8 @@ class PulseStore:
                 self._answered_s = self._clock.now_s()
             raise
         finally:
-            del self._asked_s[me]
+            with self._asking:
+                del self._asked_s[me]
         if self._given_up:
             raise self._gone(op, key)
         self._answered_s = self._clock.now_s()
